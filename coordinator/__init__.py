@@ -1,0 +1,15 @@
+"""The process: sockets, order of work, clocks.
+
+One request, in the order in which the modules see it:
+
+[1] ``server``    routes, size cap, JSON; request id and headers become a context
+[2] ``context``   RequestContext: frozen input, then one typed slot per leg's result
+[3] ``pipeline``  runs the steps in file order and stops at the first answer or error
+[4] ``steps.*``   one leg each: build a body with ``envelope.*``, call, keep the result
+[5] ``upstream``  the only HTTP client: picks a worker through ``routing``, times, maps errors
+[6] ``envelope``  the wire shapes (pure), used at [4] and [7]
+[7] ``respond``   the only writer to the client: picks the shape, and ``relay`` pumps it
+
+``config`` is one YAML file as pydantic models, ``registry`` turns its steps into objects, ``app`` wires it
+all, ``cli`` is the command line, and ``sim`` the simulated workers of ``demo`` and of the tests.
+"""

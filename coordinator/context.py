@@ -1,0 +1,104 @@
+"""What one request knows: frozen input, then one typed slot per leg's result.
+
+==================  ======================  ==========================================
+slot                set by                  read by
+==================  ======================  ==========================================
+``rendered``        render                  conditional-decode, prefill, decode
+``handover``        prefill                 decode
+``carried``         upstream                upstream (headers of later legs)
+``answer``          conditional-decode,     pipeline, respond
+                    decode
+``legs``            pipeline, respond       the access log and the metrics
+==================  ======================  ==========================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from envelope.formats import Format
+from envelope.json_codec import Json
+
+Headers = tuple[tuple[str, str], ...]
+
+
+class LiveStream(Protocol):
+    """A worker's event stream that has begun: its first event has been read, and is not an error.
+
+    Iterating yields the bytes as they come, the first event included, cut anywhere. ``aclose`` may be called
+    at any time and more than once; before the end it closes the connection, which stops the worker.
+    """
+
+    @property
+    def first_event(self) -> bytes:
+        """The data of the first event, without ``data:`` and line ends."""
+
+    def __aiter__(self) -> AsyncIterator[bytes]: ...
+
+    async def aclose(self) -> None: ...
+
+
+@dataclass(slots=True)
+class Answer:
+    """What the last leg produced, before it is shaped for the client.
+
+    Attributes:
+        source: the whole body, or a live event stream.
+        format: the wire format that ``source`` is in.
+        wrap: rebuild the client's own envelope from ``source`` (which is then in generate format).
+        headers: of the worker's answer, to be passed on: end-to-end ones only.
+    """
+
+    source: bytes | LiveStream
+    format: Format
+    wrap: bool = False
+    headers: Headers = ()
+
+    async def aclose(self) -> None:
+        if not isinstance(self.source, bytes):
+            await self.source.aclose()
+
+
+@dataclass(slots=True)
+class LegTime:
+    """How long one step took and how it ended: ``ok``, ``skipped``, ``miss``, or an error's class name."""
+
+    step: str
+    seconds: float
+    outcome: str
+
+
+@dataclass(slots=True)
+class RequestContext:
+    """One request. The first block is its input and is never changed.
+
+    Attributes:
+        request_id: the client's id, on the response and in logs.
+        leg_id: the id that workers know this request by; unique even when clients repeat theirs.
+        api: the client's API.
+        body: the parsed body, without the transfer params that a client may have put there.
+        headers: the client's end-to-end headers, to be sent on every leg.
+        routing: the headers that name workers (sidecar mode), taken off the request; lower-case names.
+        stream: whether the client asked for a stream.
+    """
+
+    request_id: str
+    leg_id: str
+    api: Format
+    body: Json
+    headers: Headers
+    routing: Mapping[str, str]
+    stream: bool
+
+    rendered: Json | None = None
+    handover: Mapping[str, Any] | None = None
+    carried: dict[str, str] = field(default_factory=dict)
+    answer: Answer | None = None
+    legs: list[LegTime] = field(default_factory=list)
+
+    async def aclose(self) -> None:
+        """Give up whatever is still open on a worker."""
+        if self.answer is not None:
+            await self.answer.aclose()

@@ -1,0 +1,132 @@
+"""The protocols that ``steps`` is written against: a step, and the upstream it is given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+if TYPE_CHECKING:
+    from coordinator.context import Headers, LiveStream, RequestContext
+    from envelope.formats import Format
+    from envelope.json_codec import Json
+    from envelope.kv_transfer import KvConnector
+
+
+@dataclass(frozen=True, slots=True)
+class LegLimits:
+    """Time limits of one leg in seconds; None is no limit.
+
+    Attributes:
+        connect_s: until a connection stands.
+        first_byte_s: from the request's last byte to the answer's first event or, for a whole answer, its head.
+        idle_s: between two reads of the answer.
+        request_s: the whole leg.
+    """
+
+    connect_s: float | None = 5.0
+    first_byte_s: float | None = None
+    idle_s: float | None = None
+    request_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """One upstream call.
+
+    Attributes:
+        step: the step's type; names the leg in errors, logs and metrics.
+        role: whose worker is asked: ``render``, ``prefill``, ``decode``, ``encode``.
+        api: which API the path belongs to.
+        headers: what this leg adds to the client's own headers.
+    """
+
+    step: str
+    role: str
+    path: str
+    body: Json
+    limits: LegLimits = LegLimits()
+    headers: Headers = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A worker's whole answer with a 2xx status (or one that the leg said it accepts)."""
+
+    status: int
+    headers: Headers
+    raw: bytes
+    body: Any
+
+
+class Upstream(Protocol):
+    """The way to the workers. Every failure is one of ``envelope.errors``."""
+
+    def serves(self, ctx: RequestContext, role: str) -> bool:
+        """Say whether this request has a worker of that role.
+
+        False only where the client's side names the worker by a header and named none: the role is left out.
+
+        Raises:
+            Forbidden: the named worker is outside the allow-list.
+        """
+
+    async def post_json(self, ctx: RequestContext, leg: Leg, *, accept: tuple[int, ...] = ()) -> Reply:
+        """Send a leg and read its whole JSON answer.
+
+        Args:
+            accept: statuses beside 2xx that the step wants to see itself.
+
+        Raises:
+            LegRejected, LegFailed, LegTimeout, NoWorker.
+        """
+
+    async def stream(self, ctx: RequestContext, leg: Leg, *, accept: tuple[int, ...] = ()) -> LiveStream | Reply:
+        """Send a leg and return once the first event of its answer has been read.
+
+        An answer that is no event stream (a refusal that ``accept`` names) comes back as a Reply.
+
+        Raises:
+            LegRejected, LegFailed, LegTimeout, NoWorker; also when the first event is an error.
+        """
+
+
+class Events(Protocol):
+    """Counters that a step may raise; ``metrics`` implements it."""
+
+    def handover_missing(self, reason: str, policy: str) -> None: ...
+
+    def prefill_skipped(self, reason: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineSettings:
+    """What a step inherits from the ``pipeline`` section of the file."""
+
+    kv: KvConnector
+    use_openai_format: bool
+    on_missing_handover: str
+    events: Events
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRow:
+    """One line of ``coordinator check``: what a step does with one client API."""
+
+    api: Format
+    step: str
+    role: str | None
+    format: Format | None
+    path: str | None
+    notes: tuple[str, ...] = field(default=())
+
+
+class Step(Protocol):
+    """One leg of the pipeline. ``run`` fills the step's own slots on the context, or raises an ApiError."""
+
+    type: ClassVar[str]
+
+    async def run(self, ctx: RequestContext, upstream: Upstream) -> str:
+        """Do the leg; return how it went, a short word for logs and metrics (``ok``, ``skipped``, ``miss``)."""
+
+    def plan(self, api: Format) -> PlanRow:
+        """Say, without a request, what this step does for that API."""

@@ -1,0 +1,83 @@
+"""Bytes to JSON and back, fast, and without losing a number.
+
+orjson does the work. It reads an integer beyond 64 bits as a float, which would change a seed or an id, so
+such a (rare) body is read again by the standard library, which keeps it exact.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import orjson
+
+Json = dict[str, Any]
+
+JSONDecodeError = json.JSONDecodeError  # orjson's own error is a subclass
+
+_BEYOND_64_BITS = float(2**63)
+_SHORT_LIST = 64
+
+
+def loads(raw: bytes | bytearray | memoryview | str) -> Any:
+    """Parse a JSON text; integers stay integers, whatever their size.
+
+    Raises:
+        JSONDecodeError: not JSON, not UTF-8, or nested deeper than 1,024 levels.
+    """
+    value = orjson.loads(raw)
+    if _has_huge_float(value):
+        return json.loads(bytes(raw) if isinstance(raw, memoryview) else raw)
+    return value
+
+
+def loads_lenient(raw: bytes) -> Any:
+    """Parse what a worker sent, also when it holds NaN or Infinity, which JSON does not have.
+
+    Raises:
+        JSONDecodeError: not JSON even so.
+    """
+    try:
+        return loads(raw)
+    except JSONDecodeError as strict:
+        try:
+            return json.loads(raw)
+        except (UnicodeDecodeError, RecursionError):
+            raise strict from None
+
+
+def dumps(value: Any) -> bytes:
+    """Serialize compactly as UTF-8; NaN and Infinity become null, so the result is always strict JSON."""
+    try:
+        return orjson.dumps(value)
+    except TypeError:  # an integer beyond 64 bits, or a lone surrogate
+        return json.dumps(_finite(value), separators=(",", ":"), allow_nan=False).encode()
+
+
+def _has_huge_float(value: Any) -> bool:
+    """Say whether a float stands where a huge integer may have been.
+
+    Long flat lists (token ids) are looked at by their first item only: walking them would cost more than
+    parsing them.
+    """
+    stack = [value]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, dict):
+            stack.extend(node.values())
+        elif isinstance(node, list):
+            if len(node) <= _SHORT_LIST or isinstance(node[0], (dict, list)):
+                stack.extend(node)
+        elif isinstance(node, float) and not -_BEYOND_64_BITS < node < _BEYOND_64_BITS:
+            return True
+    return False
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+        return None
+    return value
