@@ -1,0 +1,64 @@
+# `make` lists the targets. All that is made stays in .venv and in the ignored cache folders.
+
+PYTHON ?= python3
+VENV ?= .venv
+VLLM_VERSION ?= 0.33
+ARGS ?=
+
+BIN := $(VENV)/bin
+# A stamp per set of packages: newer than pyproject.toml means that the set is installed.
+DEMO := $(VENV)/.demo
+DEV := $(VENV)/.dev
+
+.DEFAULT_GOAL := help
+.PHONY: help install fmt lint types test cov demo e2e check clean
+.DELETE_ON_ERROR:
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z0-9]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+install: $(DEV)  ## .venv with everything that tests and tools need
+
+demo: $(DEMO)  ## simulated workers and the coordinator, no GPU: make demo ARGS='--ask "Hello"'
+	@$(BIN)/coordinator demo $(ARGS)
+
+test: $(DEV)  ## the quick tests: make test ARGS='-k sse'
+	$(BIN)/python -m pytest -m "not e2e" $(ARGS)
+
+cov: $(DEV)  ## the quick tests, with the lines and branches that they miss
+	$(BIN)/python -m pytest -m "not e2e" --cov=coordinator --cov=steps --cov=envelope --cov-branch \
+	  --cov-report=term-missing:skip-covered $(ARGS)
+
+e2e: $(DEV)  ## the same cases on real vLLM CPU workers; the first run builds them: make e2e VLLM_VERSION=0.33
+	VLLM_VERSION=$(VLLM_VERSION) $(BIN)/python -m pytest -m e2e tests/e2e $(ARGS)
+
+fmt: $(DEV)  ## mend what ruff can mend
+	$(BIN)/ruff check --fix .
+
+# No `ruff format --check`: tables of exact dicts and call sites are laid out by hand.
+lint: $(DEV)  ## ruff and codespell
+	$(BIN)/ruff check .
+	$(BIN)/codespell
+
+types: $(DEV)  ## mypy, strict
+	$(BIN)/mypy
+
+check: lint types test  ## what a change must pass before it is sent
+
+clean:  ## remove .venv, caches and builds
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage htmlcov
+	find coordinator steps envelope tests bench -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version.split()[0] \
+	  + ": make PYTHON=python3.12 ..." if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(VENV)
+
+$(DEMO): pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[demo]'
+	@touch $@
+
+# The dev set contains the demo set.
+$(DEV): pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@touch $(DEMO) $@
