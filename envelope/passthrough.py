@@ -1,0 +1,156 @@
+"""A stream that is relayed as the worker sent it, and watched on the way.
+
+The bytes of the worker go out unchanged, cut only at the ends of events. To watch costs a few searches for
+byte strings; an event is parsed only where one of them hits, or while no content has been seen yet.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from envelope.errors import LegFailed
+from envelope.formats import Format
+from envelope.json_codec import Json, JSONDecodeError, dumps, loads_lenient
+from envelope.sse import MAX_EVENT_BYTES, Events, EventTooLarge, data_of, event_name, split, with_data
+
+DONE = b"[DONE]"
+
+_LAST_EVENTS: dict[Format, tuple[str, ...]] = {
+    Format.RESPONSES: ("response.completed", "response.incomplete", "response.failed"),
+    Format.MESSAGES: ("message_stop",),
+}
+_TRANSFER_PARAMS = ("kv_transfer_params", "ec_transfer_params")
+_MARKS = (b'"error"', b'"usage":{', b'"usage": {')
+_TRANSFER_MARKS = tuple(f'"{key}":{space}{{'.encode() for key in _TRANSFER_PARAMS for space in ("", " "))
+
+
+class PassThrough:
+    """Relays a stream of any format; implements ``Shape``.
+
+    Args:
+        format: what the worker sends; it decides what ends the stream and what counts as content.
+        strip_transfer_params: take the hand-over out of events, which would tell a client of hosts and ports.
+        drop_usage: leave out the usage chunk (``choices: []``), which the client did not ask for.
+        max_event_bytes: the largest event that is taken.
+    """
+
+    def __init__(
+        self,
+        format: Format,
+        *,
+        strip_transfer_params: bool = False,
+        drop_usage: bool = False,
+        max_event_bytes: int = MAX_EVENT_BYTES,
+    ) -> None:
+        self.usage: Json | None = None
+        self.content_seen = False
+        self.error: str | None = None
+        self._events = Events(max_event_bytes)
+        self._last_events = _LAST_EVENTS.get(format, ())
+        self._strip = strip_transfer_params
+        self._drop_usage = drop_usage
+        self._choice_seen = False
+        self._ended = False
+        ends = tuple(name.encode() for name in self._last_events) or (DONE,)
+        self._marks = (*_MARKS, *ends, *(_TRANSFER_MARKS if strip_transfer_params else ()))
+
+    def feed(self, data: bytes) -> bytes:
+        try:
+            block = self._events.whole(data)
+        except EventTooLarge as error:
+            raise LegFailed("decode", str(error)) from None
+        if self.content_seen and not any(mark in block for mark in self._marks):
+            return block
+        return b"".join([self._watch(event) for event in split(block)]) if block else b""
+
+    def close(self) -> bytes:
+        """End the stream; there is never a rest to give back.
+
+        Raises:
+            LegFailed: the end mark never came, half an event is left, or nothing was generated. A stream that
+                the worker itself has failed with an error event is not failed a second time.
+        """
+        if self.error is not None:
+            return b""
+        if not self._ended or self._events.unfinished:
+            raise LegFailed("decode", "the worker's stream ended early")
+        if not self._choice_seen:
+            raise LegFailed("decode", "the worker's stream ended without any output")
+        return b""
+
+    def _watch(self, event: bytes) -> bytes:
+        """Look at one event; return what of it is sent on."""
+        data = data_of(event)
+        if data is None:
+            return event
+        if data.strip() == DONE:
+            self._ended = self._ended or not self._last_events
+            return event
+        try:
+            body = loads_lenient(data)
+        except JSONDecodeError:
+            return event  # not ours to judge: the client asked this route and gets its words
+        if not isinstance(body, dict):
+            return event
+        self._note(body, event)
+        if self._drop_usage and body.get("choices") == [] and body.get("usage"):
+            return b""
+        if self._strip and any(mark in event for mark in _TRANSFER_MARKS):
+            return with_data(event, dumps(without_transfer_params(body)))
+        return event
+
+    def _note(self, body: Json, event: bytes) -> None:
+        kind = body.get("type") or event_name(event)
+        response = body.get("response")
+        part = response if isinstance(response, dict) else body
+        usage = _usage_of(part)
+        if usage:
+            self.usage = usage
+        error = part.get("error") or (body if kind == "error" else None)
+        if error:
+            self.error = _message(error)
+        if kind in self._last_events:
+            self._ended = self._choice_seen = True
+        if body.get("choices"):
+            self._choice_seen = True
+        self.content_seen = self.content_seen or _has_content(body, kind)
+
+
+def without_transfer_params(body: Json) -> Json:
+    """Return a copy of an answer or a chunk whose transfer params are null.
+
+    They hold block ids, hosts and ports of workers. A key that is absent stays absent.
+    """
+    copy = {key: None if key in _TRANSFER_PARAMS else value for key, value in body.items()}
+    for outer in ("response", "message"):
+        part = copy.get(outer)
+        if isinstance(part, dict):
+            copy[outer] = without_transfer_params(part)
+    return copy
+
+
+def _usage_of(part: Json) -> Json | None:
+    message = part.get("message")  # message_start holds it one level down
+    usage = part.get("usage") or (message.get("usage") if isinstance(message, dict) else None)
+    return usage if isinstance(usage, dict) else None
+
+
+def _message(error: Any) -> str:
+    return str(error.get("message") or error) if isinstance(error, dict) else str(error)
+
+
+def _has_content(body: Json, kind: str | None) -> bool:
+    """Say whether an event carries something generated: text, a token, reasoning, a tool call."""
+    if kind is not None:
+        return kind.endswith(".delta") or kind == "content_block_delta"
+    choices = body.get("choices")
+    return isinstance(choices, list) and any(_generated(choice) for choice in choices)
+
+
+def _generated(choice: Any) -> bool:
+    if not isinstance(choice, dict):
+        return False
+    if choice.get("text") or choice.get("token_ids"):
+        return True
+    delta = choice.get("delta")
+    return isinstance(delta, dict) and any(value for key, value in delta.items() if key != "role")
