@@ -157,6 +157,13 @@ def _url_host_port(url: SplitResult) -> str:
     return shown if port is None else f"{shown}:{parse_port(port)}"
 
 
+def origin(url: str) -> str:
+    """Return a base URL with its port, so that two spellings of one worker compare equal."""
+    scheme, _, rest = url.partition("://")
+    has_port = rest.rpartition("]")[2].count(":") > 0
+    return url if has_port else f"{url}:{443 if scheme == 'https' else 80}"
+
+
 def _without_user(text: str) -> str:
     """Leave out what stands before an @, which may be a password: error sentences end up in logs."""
     scheme, mark, rest = text.rpartition("://")

@@ -1,0 +1,378 @@
+"""One YAML file as frozen models; ``load`` reads it, and says what is wrong with it in sentences.
+
+Keys, meanings and defaults are llm-d's where llm-d has them, so that its ``coordinator.yaml`` runs unchanged.
+A key without a value (``server:``) is a key that is not there.
+
+Source: llm-d ``config/coordinator/coordinator.yaml`` and ``pkg/coordinator/config/config.go``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    WithJsonSchema,
+    model_validator,
+)
+
+from coordinator.environment import overrides, put
+from coordinator.problems import ConfigError, Faults, Sources, one_of, sentences
+from coordinator.units import (
+    Allow,
+    BaseUrl,
+    Count,
+    Duration,
+    Items,
+    Listen,
+    ListenAddr,
+    Megabytes,
+    PositiveDuration,
+    origin,
+)
+from coordinator.yaml_file import read
+
+__all__ = ["Config", "ConfigError", "Gateway", "Pipeline", "Pool", "Pools", "Server", "StepConfig", "load"]
+
+LogLevel = Literal["warning", "info", "debug", "trace"]
+Policy = Literal["round_robin", "least_inflight"]
+KvConnectorName = Literal["kv-shared-storage", "kv-nixl"]
+EcConnectorName = Literal["ec-shared-storage", "ec-nixl"]
+OnMissingHandover = Literal["fail", "decode_alone"]
+
+_LEVELS: dict[int, LogLevel] = {1: "warning", 2: "info", 3: "debug", 4: "debug", 5: "trace"}
+
+_TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", re.ASCII)
+# What belongs to one connection or one body (RFC 9110, section 7.6.1, and the framing fields), what is
+# somebody's key, and what is set here on every leg.
+_OWN_HEADERS = frozenset(
+    {
+        "connection",
+        "keep-alive",
+        "proxy-authenticate",
+        "proxy-authorization",
+        "proxy-connection",
+        "te",
+        "trailer",
+    }
+    | {"transfer-encoding", "upgrade", "host", "expect", "content-length", "content-type", "content-encoding"}
+    | {"authorization", "cookie", "set-cookie"}
+    | {"x-request-id", "epp-profile", "prefer"}
+)
+
+
+def _not_yet(sentences_by_name: Mapping[str, str]) -> BeforeValidator:
+    """Refuse values that llm-d has, or that a later release will have, with their own sentence."""
+
+    def refuse(value: object) -> object:
+        if isinstance(value, str) and value in sentences_by_name:
+            raise ValueError(sentences_by_name[value])
+        return value
+
+    return BeforeValidator(refuse)
+
+
+def _level(value: object) -> object:
+    if isinstance(value, str) and value.strip().isdecimal():
+        value = int(value)
+    if isinstance(value, str) and value.strip().lower() in _LEVELS.values():
+        return value.strip().lower()
+    if isinstance(value, int) and not isinstance(value, bool) and value in _LEVELS:
+        return _LEVELS[value]
+    raise ValueError(one_of(value, ["1 (warning)", "2 (info)", "3 (verbose)", "4 (debug)", "5 (trace)"]))
+
+
+def _header_name(value: str) -> str:
+    """Return a header's name in lower case."""
+    name = value.strip().lower()
+    if not _TOKEN.fullmatch(name):
+        raise ValueError(f"{value!r} is not a header name, write one such as x-prefiller-host-port")
+    if name in _OWN_HEADERS:
+        raise ValueError(f"{value!r} belongs to one connection, one body or one leg, write another header")
+    return name
+
+
+def _unless_set(what: str) -> AfterValidator:
+    """Refuse any value but an empty one."""
+
+    def refuse(value: Any) -> Any:
+        if value:
+            raise ValueError(f"{what} comes in a later release, take the key out")
+        return value
+
+    return AfterValidator(refuse)
+
+
+_TLS = _unless_set("serving TLS (end it in front of the coordinator meanwhile)")
+
+HeaderName = Annotated[str, AfterValidator(_header_name)]
+Texts = Annotated[tuple[str, ...], Items]
+
+
+class Section(BaseModel):
+    """A mapping of the file: unknown keys are refused, keys without a value dropped, nothing changes later.
+
+    ``later`` has a sentence for each key that llm-d has, or a later release will have.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    later: ClassVar[Mapping[str, str]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_unset(cls, values: object) -> object:
+        if isinstance(values, dict):
+            return {key: value for key, value in values.items() if value is not None}
+        return values
+
+    @model_validator(mode="after")
+    def _check(self) -> Section:
+        if faults := tuple(self._faults()):
+            raise Faults(faults)
+        return self
+
+    def _faults(self) -> Iterator[tuple[str, str]]:
+        """Yield what is wrong with keys taken together: the key ("" for the whole section), and a sentence."""
+        return iter(())
+
+
+class Server(Section):
+    """The coordinator's own listener."""
+
+    listen_addr: Listen = Field(
+        ListenAddr(None, 8080), description="host:port to listen on; no host is every interface"
+    )
+    read_timeout: Duration = Field(
+        30.0, description="time for a request's whole body to arrive; 0 is no limit"
+    )
+    write_timeout: Duration = Field(
+        120.0,
+        description="time to write a whole answer once it is there, streams exempt; 0 is no limit",
+    )
+    shutdown_timeout: Duration = Field(
+        25.0,
+        description="time that requests get to end after SIGTERM; stay below the pod's grace period",
+    )
+    max_request_body_size: Megabytes = Field(
+        64, description="largest request body in megabytes; images sent as data: URIs are inside it"
+    )
+    metrics_port: int | None = Field(
+        None,
+        le=65535,
+        description="own port of /metrics (llm-d: 9090); unset is the main port, 0 or less turns it off",
+    )
+    max_header_size: Count = Field(
+        32768, description="largest header field in bytes; routers in front may put long lists into one"
+    )
+    readiness_interval: PositiveDuration = Field(
+        5.0, description="how often /readyz's answer is renewed by asking the workers' /health"
+    )
+    secure_serving: Annotated[bool, _TLS] = Field(
+        False, description="serve TLS (llm-d: true); only false for now, end TLS in front of the coordinator"
+    )
+    cert_path: Annotated[str, _TLS] = Field(
+        "", description="folder with tls.crt and tls.key; only empty for now"
+    )
+    tls_min_version: Annotated[str, _TLS] = Field("", description="lowest TLS version; only empty for now")
+    tls_cipher_suites: Annotated[Texts, _TLS] = Field(
+        (), description="TLS 1.2 cipher suites; only empty for now"
+    )
+    metrics_cert_dir: Annotated[str, _TLS] = Field(
+        "", description="folder with the metrics port's tls.crt and tls.key; only empty for now"
+    )
+
+
+class Gateway(Section):
+    """One gateway whose endpoint picker chooses the worker of every leg."""
+
+    address: BaseUrl = Field(
+        description="the base URL of the gateway, such as http://inference-gateway:80",
+    )
+    max_idle_conns_per_host: Count = Field(100, description="keep-alive connections that are kept open")
+    idle_conn_timeout: Duration = Field(
+        90.0, description="how long an idle connection is kept; 0 is for ever"
+    )
+    timeout: Duration = Field(
+        60.0,
+        description="time until a leg's response headers; bodies and streams are not bounded; 0 is no limit",
+    )
+
+
+class Pool(Section):
+    """The workers of one role: listed here, or named in each request by the router in front."""
+
+    later: ClassVar[Mapping[str, str]] = {
+        "dns": "finding workers by DNS comes in a later release, list them in endpoints",
+        "kubernetes": "finding workers by Kubernetes comes in a later release, list them in endpoints",
+        "max_inflight": "a limit per worker comes in a later release, take the key out",
+        "api_key": "workers' API keys come in a later release, take the key out",
+        "bootstrap_port": "connectors that need a bootstrap port come in a later release, take the key out",
+    }
+
+    endpoints: Annotated[tuple[BaseUrl, ...], Items] | None = Field(
+        None, description="base URLs of the workers; either this or header"
+    )
+    header: HeaderName | None = Field(
+        None, description="request header in which the router in front names the worker, as host:port"
+    )
+    allow: Annotated[tuple[Allow, ...], Items] | None = Field(
+        None,
+        description="who the header may name: networks, IPs or host names, each also with :port or :low-high",
+    )
+    policy: Annotated[
+        Policy,
+        _not_yet(
+            {
+                name: f"{name} comes in a later release, write round_robin or least_inflight"
+                for name in ("power_of_two", "prefix_affinity")
+            }
+        ),
+    ] = Field("round_robin", description="how one of the endpoints is picked: round_robin or least_inflight")
+    max_idle_conns_per_host: Count = Field(100, description="keep-alive connections kept open per worker")
+    idle_conn_timeout: Duration = Field(
+        4.0,
+        description="how long an idle connection is kept; vLLM closes it after 5s, and we must be first",
+    )
+
+    def _faults(self) -> Iterator[tuple[str, str]]:
+        if self.endpoints is not None and self.header is not None:
+            yield "header", "a pool names its workers in one way, take out endpoints or header"
+        elif self.header is not None:
+            yield from self._header_faults()
+        elif self.endpoints is not None:
+            yield from self._endpoint_faults(self.endpoints)
+        else:
+            yield "", "the pool names no workers, write endpoints: [http://host:8000] or header: with allow:"
+
+    def _header_faults(self) -> Iterator[tuple[str, str]]:
+        if not self.allow:
+            yield (
+                "allow",
+                "missing: whoever can send a request names the worker, so write which may be called, "
+                "such as ['10.0.0.0/8:8000']",
+            )
+        if "policy" in self.model_fields_set:
+            yield "policy", "the header names the worker, so there is none to pick: take the key out"
+
+    def _endpoint_faults(self, endpoints: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+        if not endpoints:
+            yield "endpoints", "the list is empty, write at least one worker such as http://10.0.0.1:8000"
+        if self.allow is not None:
+            yield "allow", "belongs to header, and the workers are listed here: take the key out"
+        seen: set[str] = set()
+        for url in endpoints:
+            if origin(url) in seen:
+                yield "endpoints", f"{url} stands twice, take one out"
+            seen.add(origin(url))
+
+
+class Pools(Section):
+    """The workers of each role, where the coordinator picks them itself."""
+
+    later: ClassVar[Mapping[str, str]] = {
+        "encode": "an encode pool comes in a later release; the gateway can reach encode workers"
+    }
+
+    prefill: Pool | None = Field(None, description="the workers that compute prompts")
+    decode: Pool | None = Field(None, description="the workers that generate answers")
+
+
+class StepConfig(Section):
+    """One step of the pipeline."""
+
+    type: str = Field(description="the step's type, such as decode")
+    params: dict[str, Any] = Field(default_factory=dict, description="the step's own parameters")
+
+
+def _later_connector(name: str, why: str) -> dict[str, str]:
+    return {name: f"{name} {why} and comes in a later release, write kv-nixl or kv-shared-storage"}
+
+
+_BOTH_AT_ONCE = "needs prefill and decode in flight at once, which no step here does yet,"
+
+
+class Pipeline(Section):
+    """What happens to a request, and what the steps have in common."""
+
+    kv_connector: Annotated[
+        KvConnectorName,
+        _not_yet(
+            _later_connector("kv-sglang", _BOTH_AT_ONCE) | _later_connector("kv-mooncake", _BOTH_AT_ONCE)
+        ),
+    ] = Field(
+        "kv-shared-storage",
+        description="how the KV cache gets from prefill to decode: kv-shared-storage or kv-nixl",
+    )
+    ec_connector: EcConnectorName = Field(
+        "ec-shared-storage", description="how encoder output gets to prefill: ec-shared-storage or ec-nixl"
+    )
+    use_openai_format: bool = Field(
+        True,
+        description="true sends legs on the client's own path, false as token ids on /inference/v1/generate; "
+        "every step but conditional-decode may override it",
+    )
+    forward_response_headers: Annotated[tuple[HeaderName, ...], Items] = Field(
+        ("x-llm-d-disagg-revision",),
+        description="headers of a leg's answer that later legs are sent; a client's own are discarded",
+    )
+    on_missing_handover: OnMissingHandover = Field(
+        "fail", description="when prefill leaves nothing for decode: fail the request, or decode_alone"
+    )
+    steps: tuple[StepConfig, ...] = Field(
+        min_length=1, description="the steps, in the order in which they run"
+    )
+
+
+class Config(Section):
+    """The whole file."""
+
+    log_level: Annotated[
+        LogLevel,
+        BeforeValidator(_level),
+        WithJsonSchema({"enum": [*_LEVELS, *dict.fromkeys(_LEVELS.values())]}),
+    ] = Field("info", description="1 or warning, 2 or info, 3 (verbose) and 4 or debug, 5 or trace")
+    log_format: Literal["json", "human"] = Field(
+        "json", description="json for machines, human for a terminal"
+    )
+    tracing: Annotated[bool, _unless_set("tracing")] = Field(
+        False, description="OpenTelemetry spans; only false for now"
+    )
+    server: Server = Field(default_factory=Server, description="the coordinator's own listener")
+    gateway: Gateway | None = Field(None, description="one gateway that picks the worker of every leg")
+    pools: Pools = Field(default_factory=Pools, description="the workers of each role, picked here")
+    pipeline: Pipeline = Field(description="what happens to a request")
+
+    _sources: Sources = PrivateAttr(default_factory=Sources)
+
+    @property
+    def sources(self) -> Sources:
+        """Where the values came from, for sentences about them."""
+        return self._sources
+
+
+def load(path: str, environ: Mapping[str, str]) -> Config:
+    """Read a file, let the environment override it, and check it against the models.
+
+    Raises:
+        ConfigError: with everything that is wrong.
+    """
+    tree = read(path)
+    values, sources, problems = overrides(Config, path, environ)
+    for key, value in values.items():
+        put(tree, key, value)
+    try:
+        config = Config.model_validate(tree)
+    except ValidationError as error:
+        problems += [sources.problem(where, sentence) for where, sentence in sentences(error, Config)]
+    if problems:
+        raise ConfigError(problems)
+    config._sources = sources
+    return config
