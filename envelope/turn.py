@@ -1,0 +1,180 @@
+"""One assistant turn in generate's answers, for the APIs that have no choices: responses and messages.
+
+A whole answer becomes a ``Turn``, whichever output mode it is in; a text-mode stream is read by
+``TextChunks``, whose subclasses say what an event of their API looks like.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from envelope import usage
+from envelope.errors import LegFailed
+from envelope.json_codec import JSONDecodeError, loads_lenient
+from envelope.rebuild import choices_of, content_of
+from envelope.sse import MAX_EVENT_BYTES, Events, EventTooLarge, data_of
+
+if TYPE_CHECKING:
+    from envelope.errors import ApiError
+    from envelope.json_codec import Json
+    from envelope.shape import Asked
+
+DONE = b"[DONE]"
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What the model said.
+
+    Attributes:
+        parsed: the worker took the text apart (``derender``); else all of it is in ``text``.
+        calls: tool calls as chat has them: ``{"id", "function": {"name", "arguments"}}``.
+        finish: generate's ``finish_reason``.
+        stop: the stop string or stop token id that matched, or None.
+        logprobs: one object per token, as chat has them, or None.
+    """
+
+    parsed: bool
+    reasoning: str
+    text: str
+    calls: tuple[Json, ...]
+    finish: str | None
+    stop: str | int | None
+    logprobs: list[Json] | None
+
+
+def turn_of(reply: Json) -> Turn:
+    """Return what the (one) choice of a whole generate answer says.
+
+    Raises:
+        LegFailed: the answer has no choices, or the choice has neither text nor message.
+    """
+    choice = choices_of(reply)[0]
+    message = choice.get("message")
+    parsed = isinstance(message, dict)
+    message = message if isinstance(message, dict) else {}
+    return Turn(
+        parsed=parsed,
+        reasoning=message.get("reasoning") or "",
+        text=content_of(choice) or "",
+        calls=tuple(message.get("tool_calls") or ()),
+        finish=choice.get("finish_reason"),
+        stop=choice.get("stop_reason"),
+        logprobs=(choice.get("logprobs") or {}).get("content"),
+    )
+
+
+class TextChunks:
+    """Reads generate's text chunks; implements ``Shape``.
+
+    The methods that subclasses fill in are called in this order: ``_begin`` before anything else, ``_delta``
+    for every piece of text, then ``_end`` once, or ``_broken`` in its place when the stream fails.
+    """
+
+    def __init__(self, asked: Asked, max_event_bytes: int = MAX_EVENT_BYTES) -> None:
+        self.usage: Json | None = None
+        self.content_seen = False
+        self.error: str | None = None
+        self._asked = asked
+        self._events = Events(max_event_bytes)
+        self._begun = False
+        self._ended = False
+        self._finish: str | None = None
+        self._stop: str | int | None = None
+        self._output_tokens = 0
+
+    def feed(self, data: bytes) -> bytes:
+        try:
+            events = self._events.feed(data)
+        except EventTooLarge as error:
+            raise LegFailed("decode", str(error)) from None
+        return b"".join([self._event(event) for event in events])
+
+    def close(self) -> bytes:
+        """End the stream.
+
+        Raises:
+            LegFailed: neither the worker's end mark nor its error has come.
+        """
+        rest = self.feed(b"\n\n")  # a last event whose blank line was left out
+        if not self._ended:
+            raise LegFailed("decode", "the worker's stream ended early")
+        return rest
+
+    def fail(self, error: ApiError, request_id: str) -> bytes:
+        """Give back the events that tell a client, mid-stream, of a failure that the worker did not tell of.
+
+        Open items are closed first, which a plain ``error_event`` cannot do. What is fed later is dropped.
+        """
+        if self._ended:
+            return b""
+        self._ended = True
+        return self._broken({**error.body(request_id), "code": error.status})
+
+    def _event(self, event: bytes) -> bytes:
+        data = data_of(event)
+        if data is None or self._ended:
+            return b""
+        if data == DONE:
+            return self._finished()
+        chunk = _parsed(data)
+        if chunk.get("error"):
+            return self._failed(chunk["error"])
+        if chunk.get("usage"):
+            self.usage = chunk["usage"]
+        choices = chunk.get("choices")
+        return self._choice(choices[0]) if choices else b""
+
+    def _choice(self, choice: Json) -> bytes:
+        begin = b"" if self._begun else self._start()
+        self._output_tokens += len(choice.get("token_ids") or ())
+        if choice.get("finish_reason") is not None:
+            self._finish, self._stop = choice["finish_reason"], choice.get("stop_reason")
+        text = choice.get("text")
+        if not text:
+            return begin
+        self.content_seen = True
+        return begin + self._delta(text, choice)
+
+    def _start(self) -> bytes:
+        self._begun = True
+        return self._begin()
+
+    def _finished(self) -> bytes:
+        if self._finish is None:  # the end mark without a finish: close() calls it a cut
+            return b""
+        self._ended = True
+        return self._end()
+
+    def _failed(self, error: Any) -> bytes:
+        self._ended = True
+        body = error if isinstance(error, dict) else {"message": str(error)}
+        self.error = str(body.get("message") or body)
+        return self._broken(body)
+
+    def _counts(self) -> Json:
+        """Return the worker's usage; without it, the tokens that were rendered and those that came."""
+        return self.usage or usage.counts(usage.prompt_length(self._asked.rendered), self._output_tokens)
+
+    def _begin(self) -> bytes:
+        raise NotImplementedError
+
+    def _delta(self, text: str, choice: Json) -> bytes:
+        raise NotImplementedError
+
+    def _end(self) -> bytes:
+        raise NotImplementedError
+
+    def _broken(self, error: Json) -> bytes:
+        raise NotImplementedError
+
+
+def _parsed(data: bytes) -> Json:
+    try:
+        chunk = loads_lenient(data)
+    except JSONDecodeError:
+        raise LegFailed("decode", "an event of the worker's stream is not JSON") from None
+    if not isinstance(chunk, dict):
+        raise LegFailed("decode", "an event of the worker's stream is not a JSON object")
+    return chunk
