@@ -20,8 +20,8 @@ _LAST_EVENTS: dict[Format, tuple[str, ...]] = {
     Format.MESSAGES: ("message_stop",),
 }
 _TRANSFER_PARAMS = ("kv_transfer_params", "ec_transfer_params")
-_MARKS = (b'"error"', b'"usage":{', b'"usage": {')
-_TRANSFER_MARKS = tuple(f'"{key}":{space}{{'.encode() for key in _TRANSFER_PARAMS for space in ("", " "))
+_USAGE_KEY = b'"usage":'
+_TRANSFER_KEY = b'_transfer_params":'
 
 
 class PassThrough:
@@ -47,21 +47,20 @@ class PassThrough:
         self.error: str | None = None
         self._events = Events(max_event_bytes)
         self._last_events = _LAST_EVENTS.get(format, ())
+        self._end_marks = tuple(name.encode() for name in self._last_events) or (DONE,)
         self._strip = strip_transfer_params
         self._drop_usage = drop_usage
         self._choice_seen = False
         self._ended = False
-        ends = tuple(name.encode() for name in self._last_events) or (DONE,)
-        self._marks = (*_MARKS, *ends, *(_TRANSFER_MARKS if strip_transfer_params else ()))
 
     def feed(self, data: bytes) -> bytes:
         try:
             block = self._events.whole(data)
         except EventTooLarge as error:
             raise LegFailed("decode", str(error)) from None
-        if self.content_seen and not any(mark in block for mark in self._marks):
+        if not block or (self.content_seen and not self._worth_a_look(block)):
             return block
-        return b"".join([self._watch(event) for event in split(block)]) if block else b""
+        return b"".join([self._watch(event) for event in split(block)])
 
     def close(self) -> bytes:
         """End the stream; there is never a rest to give back.
@@ -77,6 +76,16 @@ class PassThrough:
         if not self._choice_seen:
             raise LegFailed("decode", "the worker's stream ended without any output")
         return b""
+
+    def _worth_a_look(self, block: bytes) -> bool:
+        # Quotes in a model's text have backslashes in JSON, so of these only an end mark can hit there; _watch
+        # then tells it apart.
+        for mark in self._end_marks:
+            if mark in block:
+                return True
+        if b'"error"' in block or _is_set(block, _USAGE_KEY):
+            return True
+        return self._strip and _is_set(block, _TRANSFER_KEY)
 
     def _watch(self, event: bytes) -> bytes:
         """Look at one event; return what of it is sent on."""
@@ -95,7 +104,7 @@ class PassThrough:
         self._note(body, event)
         if self._drop_usage and body.get("choices") == [] and body.get("usage"):
             return b""
-        if self._strip and any(mark in event for mark in _TRANSFER_MARKS):
+        if self._strip and _is_set(event, _TRANSFER_KEY):
             return with_data(event, dumps(without_transfer_params(body)))
         return event
 
@@ -108,7 +117,7 @@ class PassThrough:
             self.usage = usage
         error = part.get("error") or (body if kind == "error" else None)
         if error:
-            self.error = _message(error)
+            self.error = error_message(error)
         if kind in self._last_events:
             self._ended = self._choice_seen = True
         if body.get("choices"):
@@ -129,14 +138,21 @@ def without_transfer_params(body: Json) -> Json:
     return copy
 
 
+def error_message(error: Any) -> str:
+    """Return what an ``error`` member says; any truthy member is an error, whatever its shape."""
+    return str(error.get("message") or error) if isinstance(error, dict) else str(error)
+
+
+def _is_set(block: bytes, key: bytes) -> bool:
+    """Say whether a key stands somewhere with a value other than null."""
+    found = block.count(key)
+    return found > 0 and found != block.count(key + b"null")
+
+
 def _usage_of(part: Json) -> Json | None:
     message = part.get("message")  # message_start holds it one level down
     usage = part.get("usage") or (message.get("usage") if isinstance(message, dict) else None)
     return usage if isinstance(usage, dict) else None
-
-
-def _message(error: Any) -> str:
-    return str(error.get("message") or error) if isinstance(error, dict) else str(error)
 
 
 def _has_content(body: Json, kind: str | None) -> bool:

@@ -64,3 +64,8 @@ def choice_count(asked: Asked) -> int:
     sampling = (asked.rendered or {}).get("sampling_params") or {}
     n = sampling.get("n", asked.body.get("n"))
     return n if isinstance(n, int) and n > 1 else 1
+
+
+def prompt_token_ids(reply: Json, asked: Asked) -> Any:
+    """Return the prompt's token ids as the worker tells them, else as they were rendered."""
+    return reply.get("prompt_token_ids") or (asked.rendered or {}).get("token_ids")
