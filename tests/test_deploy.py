@@ -1,0 +1,383 @@
+"""What is under deploy/ fits Kubernetes, itself, and the coordinator that it starts; all offline."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from coordinator import config, registry, units
+
+ROOT = Path(__file__).resolve().parents[1]
+KUBERNETES = ROOT / "deploy" / "kubernetes"
+DOCKERFILE = (ROOT / "deploy" / "Dockerfile").read_text()
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+EXAMPLES = ("standalone", "sidecar")
+# 1.29 is the first with native sidecars on by default, which the sidecar example needs.
+VERSIONS = ("1.29", kubernetes_validate.latest_version())
+
+FILES = sorted(path for path in KUBERNETES.rglob("*.yaml") if path.name != "kustomization.yaml")
+FOLDERS = sorted(path.parent for path in KUBERNETES.rglob("kustomization.yaml"))
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(KUBERNETES))
+
+
+@cache
+def documents(path: Path) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all(path.read_text()))
+
+
+def kustomization(folder: Path) -> dict[str, Any]:
+    (document,) = documents(folder / "kustomization.yaml")
+    return document
+
+
+@dataclass(frozen=True)
+class Container:
+    """A container with what stands around it."""
+
+    spec: dict[str, Any]
+    pod: dict[str, Any]
+    workload: dict[str, Any]
+
+    @property
+    def ports(self) -> dict[str, int]:
+        return {port["name"]: port["containerPort"] for port in self.spec["ports"]}
+
+    @property
+    def is_coordinator(self) -> bool:
+        return image_name(self.spec["image"]) == "pd-coordinator"
+
+    @property
+    def pre_stop_s(self) -> int:
+        if "lifecycle" not in self.spec:
+            return 0
+        command, seconds = self.spec["lifecycle"]["preStop"]["exec"]["command"]
+        assert command == "sleep"
+        return int(seconds)
+
+    def flag(self, name: str) -> str | None:
+        """Return the value of a worker's ``--name=value``."""
+        values = [arg.removeprefix(f"--{name}=") for arg in self.spec["args"] if arg.startswith(f"--{name}=")]
+        return values[0] if values else None
+
+
+def image_name(image: str) -> str:
+    return image.rpartition(":")[0].rpartition("/")[2]
+
+
+class Example:
+    """All objects that ``kubectl apply -k`` of one folder would make."""
+
+    def __init__(self, folder: Path) -> None:
+        self.objects = list(self._read(folder))
+
+    def _read(self, folder: Path) -> Any:
+        for resource in kustomization(folder)["resources"]:
+            path = (folder / resource).resolve()
+            yield from self._read(path) if path.is_dir() else documents(path)
+
+    def of(self, *kinds: str) -> list[dict[str, Any]]:
+        return [each for each in self.objects if each["kind"] in kinds]
+
+    def get(self, kind: str, name: str) -> dict[str, Any]:
+        found = [each for each in self.of(kind) if each["metadata"]["name"] == name]
+        assert len(found) == 1, f"there are {len(found)} of {kind} {name}"
+        return found[0]
+
+    @property
+    def workloads(self) -> list[dict[str, Any]]:
+        return self.of("Deployment", "StatefulSet")
+
+    @property
+    def containers(self) -> list[Container]:
+        found = []
+        for workload in self.workloads:
+            pod = workload["spec"]["template"]["spec"]
+            specs = (*pod.get("initContainers", []), *pod["containers"])
+            found += [Container(spec, pod, workload) for spec in specs]
+        return found
+
+    @property
+    def coordinator(self) -> Container:
+        (found,) = (container for container in self.containers if container.is_coordinator)
+        return found
+
+    def selected(self, selector: dict[str, str]) -> list[dict[str, Any]]:
+        labels = [(each, each["spec"]["template"]["metadata"]["labels"]) for each in self.workloads]
+        return [each for each, own in labels if selector.items() <= own.items()]
+
+    def config_text(self) -> str:
+        """Return the file that the coordinator is started with, found the way the pod finds it."""
+        container = self.coordinator
+        path = Path(container.spec["args"][container.spec["args"].index("--config") + 1])
+        (mount,) = (m for m in container.spec["volumeMounts"] if m["mountPath"] == str(path.parent))
+        (volume,) = (v for v in container.pod["volumes"] if v["name"] == mount["name"])
+        return str(self.get("ConfigMap", volume["configMap"]["name"])["data"][path.name])
+
+
+@pytest.fixture(params=EXAMPLES)
+def example(request: pytest.FixtureRequest) -> Example:
+    return Example(KUBERNETES / request.param)
+
+
+@pytest.fixture
+def loaded(example: Example, tmp_path: Path) -> config.Config:
+    file = tmp_path / "coordinator.yaml"
+    file.write_text(example.config_text())
+    return config.load(str(file), {})
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_each_manifest_is_valid_and_has_no_unknown_key(path: Path, version: str) -> None:
+    for document in documents(path):
+        kubernetes_validate.validate(document, version, strict=True)
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=name_of)
+def test_a_kustomization_lists_every_file_of_its_folder(folder: Path) -> None:
+    listed = kustomization(folder)["resources"]
+    assert sorted(r for r in listed if r.endswith(".yaml")) == sorted(
+        path.name for path in folder.glob("*.yaml") if path.name != "kustomization.yaml"
+    )
+    for resource in listed:
+        assert (folder / resource).exists()
+
+
+def test_no_object_stands_twice_or_in_a_namespace(example: Example) -> None:
+    """Where it runs is the choice of ``kubectl -n``, so a name may stand once."""
+    keys = [(each["kind"], each["metadata"]["name"]) for each in example.objects]
+    assert len(keys) == len(set(keys))
+    assert not [each for each in example.objects if "namespace" in each["metadata"]]
+
+
+def test_each_image_has_a_pinned_tag(example: Example) -> None:
+    for container in example.containers:
+        image = container.spec["image"]
+        assert re.fullmatch(r"[^:]+:v?\d+\.\d+\.\d+", image), f"{image} may change under a running fleet"
+
+
+def test_the_coordinators_image_is_this_version(example: Example) -> None:
+    assert example.coordinator.spec["image"] == f"pd-coordinator:{PROJECT['project']['version']}"
+    assert f"ARG VERSION={PROJECT['project']['version']}\n" in DOCKERFILE
+
+
+def test_all_workers_run_one_vllm_and_one_model(example: Example) -> None:
+    """Prefill and decode must agree on layout and model, render on the template and the parsers."""
+    workers = [container for container in example.containers if not container.is_coordinator]
+    assert len({container.spec["image"].rpartition(":")[2] for container in workers}) == 1
+    assert len({container.spec["args"][0] for container in workers}) == 1
+    for flag in ("reasoning-parser", "tool-call-parser"):
+        assert len({container.flag(flag) for container in workers}) == 1
+
+
+def test_selectors_find_their_pods(example: Example) -> None:
+    for workload in example.workloads:
+        selector = workload["spec"]["selector"]["matchLabels"]
+        assert example.selected(selector) == [workload], "two workloads would fight over each other's pods"
+    for service in example.of("Service"):
+        (workload,) = example.selected(service["spec"]["selector"])
+        pod = [container for container in example.containers if container.workload is workload]
+        named = {name for container in pod for name in container.ports}
+        assert {port["targetPort"] for port in service["spec"]["ports"]} <= named
+    for budget in example.of("PodDisruptionBudget"):
+        assert len(example.selected(budget["spec"]["selector"]["matchLabels"])) == 1
+    for workload in example.workloads:
+        for spread in workload["spec"]["template"]["spec"].get("topologySpreadConstraints", []):
+            assert example.selected(spread["labelSelector"]["matchLabels"]) == [workload]
+
+
+def test_a_stateful_set_has_its_headless_service(example: Example) -> None:
+    for workload in example.of("StatefulSet"):
+        service = example.get("Service", workload["spec"]["serviceName"])
+        assert service["spec"]["clusterIP"] == "None"
+        assert example.selected(service["spec"]["selector"]) == [workload]
+
+
+def test_accounts_exist_and_no_pod_gets_a_token(example: Example) -> None:
+    for workload in example.workloads:
+        pod = workload["spec"]["template"]["spec"]
+        assert pod["automountServiceAccountToken"] is False
+        if "serviceAccountName" in pod:
+            account = example.get("ServiceAccount", pod["serviceAccountName"])
+            assert account["automountServiceAccountToken"] is False
+
+
+def test_volumes_that_are_mounted_exist(example: Example) -> None:
+    for container in example.containers:
+        mounted = {mount["name"] for mount in container.spec.get("volumeMounts", [])}
+        assert mounted <= {volume["name"] for volume in container.pod.get("volumes", [])}
+
+
+def test_the_coordinator_runs_without_rights(example: Example) -> None:
+    container = example.coordinator
+    security = container.pod["securityContext"] | container.spec["securityContext"]
+    assert security["runAsNonRoot"] is True
+    assert security["readOnlyRootFilesystem"] is True
+    assert security["allowPrivilegeEscalation"] is False
+    assert security["capabilities"] == {"drop": ["ALL"]}
+    assert security["seccompProfile"] == {"type": "RuntimeDefault"}
+
+
+def test_every_container_asks_for_cpu_and_has_a_limit_of_memory(example: Example) -> None:
+    for container in example.containers:
+        resources = container.spec["resources"]
+        assert {"cpu", "memory"} <= resources["requests"].keys()
+        assert "memory" in resources["limits"]
+        assert "cpu" not in resources["limits"], "a CPU limit throttles, which shows as gaps between tokens"
+
+
+def test_probes_ask_paths_that_are_there(example: Example) -> None:
+    for container in example.containers:
+        probes = {kind: container.spec[kind]["httpGet"] for kind in container.spec if kind.endswith("Probe")}
+        assert {probe["port"] for probe in probes.values()} <= container.ports.keys()
+        paths = {kind: probe["path"] for kind, probe in probes.items()}
+        if container.is_coordinator:
+            # The start asks /healthz: a sidecar's worker starts after it, and /readyz waits for the worker.
+            assert paths == {
+                "startupProbe": "/healthz",
+                "readinessProbe": "/readyz",
+                "livenessProbe": "/healthz",
+            }
+        else:
+            assert set(paths.values()) == {"/health"}
+            assert {"startupProbe", "livenessProbe"} <= paths.keys()
+
+
+class NoEvents:
+    def handover_missing(self, reason: str, policy: str) -> None:
+        raise AssertionError("no request was made")
+
+    def prefill_skipped(self, reason: str) -> None:
+        raise AssertionError("no request was made")
+
+
+def test_the_configuration_loads_and_its_steps_can_be_built(loaded: config.Config) -> None:
+    steps = registry.build(loaded, NoEvents())
+    assert [step.type for step in steps] == ["render", "prefill", "decode"]
+
+
+def test_the_coordinator_listens_where_kubernetes_looks(example: Example, loaded: config.Config) -> None:
+    container = example.coordinator
+    port = loaded.server.listen_addr.port
+    assert container.ports == {"http": port}
+    annotations = container.workload["spec"]["template"]["metadata"]["annotations"]
+    assert annotations["prometheus.io/port"] == str(loaded.server.metrics_port or port)
+    services = example.of("Service")
+    (ports,) = (
+        service["spec"]["ports"]
+        for service in services
+        if container.workload in example.selected(service["spec"]["selector"])
+    )
+    assert [each["port"] for each in ports] == [port]
+
+
+def test_the_grace_period_outlasts_what_ends_within_it(example: Example, loaded: config.Config) -> None:
+    """A native sidecar is told to stop only when the worker has ended, so their times add up."""
+    margin_s = 10
+    for workload in example.workloads:
+        needed_s = margin_s
+        for container in example.containers:
+            if container.workload is workload:
+                ends_s = loaded.server.shutdown_timeout if container.is_coordinator else 0
+                needed_s += container.pre_stop_s + ends_s + int(container.flag("shutdown-timeout") or 0)
+        pod = workload["spec"]["template"]["spec"]
+        assert pod["terminationGracePeriodSeconds"] >= needed_s, workload["metadata"]["name"]
+
+
+def test_each_worker_of_a_pool_is_one_pod(example: Example, loaded: config.Config) -> None:
+    """A worker that the pool misses idles; one too many is a name that never resolves."""
+    for role in ("prefill", "decode"):
+        pool = getattr(loaded.pools, role)
+        if pool.endpoints is None:
+            continue
+        pod = [each for each in example.containers if each.workload is example.coordinator.workload]
+        beside = [each for each in pod if not each.is_coordinator]
+        if beside:
+            expected = [f"http://127.0.0.1:{worker.flag('port')}" for worker in beside]
+        else:
+            workload, service = example.get("StatefulSet", role), example.get("Service", role)
+            (port,) = service["spec"]["ports"]
+            expected = [
+                f"http://{role}-{ordinal}.{service['metadata']['name']}:{port['port']}"
+                for ordinal in range(workload["spec"]["replicas"])
+            ]
+        assert sorted(pool.endpoints) == sorted(expected)
+
+
+def test_render_is_a_service(example: Example, loaded: config.Config) -> None:
+    (address,) = (step.params["address"] for step in loaded.pipeline.steps if step.type == "render")
+    (port,) = example.get("Service", "render")["spec"]["ports"]
+    assert units.parse_base_url(address) == f"http://render:{port['port']}"
+
+
+def test_workers_listen_on_the_port_that_they_declare(example: Example) -> None:
+    for container in example.containers:
+        if not container.is_coordinator:
+            assert int(container.flag("port") or 0) in container.ports.values()
+
+
+def test_prefill_produces_what_decode_consumes(example: Example, loaded: config.Config) -> None:
+    roles = {}
+    for container in example.containers:
+        if transfer := container.flag("kv-transfer-config"):
+            settings = json.loads(transfer)
+            assert settings["kv_connector"] == "NixlConnector"
+            assert "--enable-scale-out" in container.spec["args"]
+            roles[container.workload["metadata"]["name"]] = settings["kv_role"]
+    assert roles == {"prefill": "kv_producer", "decode": "kv_consumer"}
+    assert loaded.pipeline.kv_connector == "kv-nixl"
+
+
+def copied() -> list[str]:
+    """Return what the Dockerfile copies out of the tree."""
+    lines = re.findall(r"^COPY (?!--from)(.+)$", DOCKERFILE, re.MULTILINE)
+    return [source.rstrip("/") for line in lines for source in line.split()[:-1]]
+
+
+def test_the_dockerfile_copies_what_the_wheel_is_built_from() -> None:
+    packages = [name.rstrip("*") for name in PROJECT["tool"]["setuptools"]["packages"]["find"]["include"]]
+    read = [PROJECT["project"]["readme"], *PROJECT["project"]["license-files"]]
+    assert sorted(copied()) == sorted(["pyproject.toml", *read, *packages])
+    for source in copied():
+        assert (ROOT / source).exists(), source
+
+
+def test_the_dockerignore_lets_through_what_the_dockerfile_copies() -> None:
+    kept: dict[str, bool] = {}
+    for line in (ROOT / ".dockerignore").read_text().splitlines():
+        if line and not line.startswith("#"):
+            pattern = line.removeprefix("!").removeprefix("**/")
+            kept |= {source: line.startswith("!") for source in copied() if fnmatch(source, pattern)}
+    assert kept == dict.fromkeys(copied(), True)
+
+
+def test_the_image_listens_on_the_default_port_and_is_probed_there() -> None:
+    port = config.Server().listen_addr.port
+    assert f"\nEXPOSE {port}\n" in DOCKERFILE
+    assert f"http://127.0.0.1:{port}/healthz" in DOCKERFILE
+
+
+def test_the_image_starts_the_command_that_pyproject_installs() -> None:
+    assert 'ENTRYPOINT ["coordinator"]' in DOCKERFILE
+    assert "coordinator" in PROJECT["project"]["scripts"]
+    assert re.search(r"^USER \d+:\d+$", DOCKERFILE, re.MULTILINE), "runAsNonRoot needs a number"
+
+
+def test_manifests_and_image_start_the_same_way(example: Example) -> None:
+    command = re.search(r"^CMD (\[.*\])$", DOCKERFILE, re.MULTILINE)
+    assert command
+    assert example.coordinator.spec["args"] == json.loads(command[1])
