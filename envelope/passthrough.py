@@ -78,8 +78,8 @@ class PassThrough:
         return b""
 
     def _worth_a_look(self, block: bytes) -> bool:
-        # Quotes in a model's text have backslashes in JSON, so of these only an end mark can hit there; _watch
-        # then tells it apart.
+        # Quotes in a model's text have backslashes in JSON, so of these only an end mark can hit there, and
+        # _watch tells it apart.
         for mark in self._end_marks:
             if mark in block:
                 return True

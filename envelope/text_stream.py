@@ -1,8 +1,8 @@
 """Reading a streamed text-mode generate answer, for the shapes that rebuild an envelope from it.
 
 A chunk holds one choice: its index, the text and the tokens that are new, and at last a finish reason. Text
-may lag its tokens, since it is held back while a stop string could still match, so either may come without the
-other. A chunk without choices holds the usage, and ``[DONE]`` ends the stream.
+may lag its tokens, since it is held back while a stop string could still match, so either may come without
+the other. A chunk without choices holds the usage, and ``[DONE]`` ends the stream.
 
 This is the hottest path of the product. A plain chunk costs one parse and one join of bytes: what does not
 change between the chunks of a choice is made once and kept in ``_before`` and ``_after``.
@@ -81,7 +81,7 @@ class TextStream(ABC):
         if data is None:
             return event  # a comment: it keeps the client's connection alive too
         if data[:1] != b"{":
-            return self._end(data)
+            return self._end(data) if data else b""
         try:
             chunk = orjson.loads(data)  # not by json_codec: no number that we pass on can be beyond 64 bits
         except JSONDecodeError:
