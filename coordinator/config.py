@@ -43,9 +43,6 @@ from coordinator.yaml_file import read
 __all__ = ["Config", "ConfigError", "Gateway", "Pipeline", "Pool", "Pools", "Server", "StepConfig", "load"]
 
 LogLevel = Literal["warning", "info", "debug", "trace"]
-Policy = Literal["round_robin", "least_inflight"]
-KvConnectorName = Literal["kv-shared-storage", "kv-nixl"]
-EcConnectorName = Literal["ec-shared-storage", "ec-nixl"]
 OnMissingHandover = Literal["fail", "decode_alone"]
 
 _LEVELS: dict[int, LogLevel] = {1: "warning", 2: "info", 3: "debug", 4: "debug", 5: "trace"}
@@ -63,7 +60,8 @@ _OWN_HEADERS = frozenset(
         "te",
         "trailer",
     }
-    | {"transfer-encoding", "upgrade", "host", "expect", "content-length", "content-type", "content-encoding"}
+    | {"trailers", "transfer-encoding", "upgrade", "host", "expect", "accept", "accept-encoding"}
+    | {"content-encoding", "content-length", "content-md5", "content-type", "digest"}
     | {"authorization", "cookie", "set-cookie"}
     | {"x-request-id", "epp-profile", "prefer"}
 )
@@ -113,6 +111,25 @@ def _unless_set(what: str) -> AfterValidator:
 
 _TLS = _unless_set("serving TLS (end it in front of the coordinator meanwhile)")
 
+_BOTH_AT_ONCE = (
+    "{} needs prefill and decode in flight at once, and a step for that comes in a later release: "
+    "write kv-nixl or kv-shared-storage"
+)
+
+KvConnectorName = Annotated[
+    Literal["kv-shared-storage", "kv-nixl"],
+    _not_yet({name: _BOTH_AT_ONCE.format(name) for name in ("kv-sglang", "kv-mooncake")}),
+]
+EcConnectorName = Literal["ec-shared-storage", "ec-nixl"]
+Policy = Annotated[
+    Literal["round_robin", "least_inflight"],
+    _not_yet(
+        {
+            name: f"{name} comes in a later release, write round_robin or least_inflight"
+            for name in ("power_of_two", "prefix_affinity")
+        }
+    ),
+]
 HeaderName = Annotated[str, AfterValidator(_header_name)]
 Texts = Annotated[tuple[str, ...], Items]
 
@@ -140,7 +157,7 @@ class Section(BaseModel):
         return self
 
     def _faults(self) -> Iterator[tuple[str, str]]:
-        """Yield what is wrong with keys taken together: the key ("" for the whole section), and a sentence."""
+        """Yield what is wrong with keys taken together: the key ("" for the section) and a sentence."""
         return iter(())
 
 
@@ -227,15 +244,9 @@ class Pool(Section):
         None,
         description="who the header may name: networks, IPs or host names, each also with :port or :low-high",
     )
-    policy: Annotated[
-        Policy,
-        _not_yet(
-            {
-                name: f"{name} comes in a later release, write round_robin or least_inflight"
-                for name in ("power_of_two", "prefix_affinity")
-            }
-        ),
-    ] = Field("round_robin", description="how one of the endpoints is picked: round_robin or least_inflight")
+    policy: Policy = Field(
+        "round_robin", description="how one of the endpoints is picked: round_robin or least_inflight"
+    )
     max_idle_conns_per_host: Count = Field(100, description="keep-alive connections kept open per worker")
     idle_conn_timeout: Duration = Field(
         4.0,
@@ -292,22 +303,10 @@ class StepConfig(Section):
     params: dict[str, Any] = Field(default_factory=dict, description="the step's own parameters")
 
 
-def _later_connector(name: str, why: str) -> dict[str, str]:
-    return {name: f"{name} {why} and comes in a later release, write kv-nixl or kv-shared-storage"}
-
-
-_BOTH_AT_ONCE = "needs prefill and decode in flight at once, which no step here does yet,"
-
-
 class Pipeline(Section):
     """What happens to a request, and what the steps have in common."""
 
-    kv_connector: Annotated[
-        KvConnectorName,
-        _not_yet(
-            _later_connector("kv-sglang", _BOTH_AT_ONCE) | _later_connector("kv-mooncake", _BOTH_AT_ONCE)
-        ),
-    ] = Field(
+    kv_connector: KvConnectorName = Field(
         "kv-shared-storage",
         description="how the KV cache gets from prefill to decode: kv-shared-storage or kv-nixl",
     )

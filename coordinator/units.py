@@ -366,10 +366,10 @@ Allow = Annotated[
     WithJsonSchema({"type": "string", "minLength": 1, "examples": ["10.0.0.0/8", "10.0.0.7:8000-8007"]}),
 ]
 
-Count = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
+Count = Annotated[int, Field(ge=1), BeforeValidator(_whole)]
 """A whole number from 1 up."""
 
-Limit = Annotated[int, BeforeValidator(_whole), Field(ge=0)]
+Limit = Annotated[int, Field(ge=0), BeforeValidator(_whole)]
 """A whole number where 0 is "no limit"."""
 
 Items = BeforeValidator(_items)
