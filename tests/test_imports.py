@@ -359,7 +359,7 @@ def test_a_module_imports_alone_and_loads_only_what_its_layer_may(
         ("steps.new", "from . import other", "imports steps: a step imports"),
         ("steps.new", "import coordinator.app", "never another step"),
         ("coordinator.pipeline", "import prometheus_client", "only metrics imports prometheus_client"),
-        ("coordinator.pipeline", "import steps", "only coordinator.registry, coordinator.app, steps.* may import steps"),
+        ("coordinator.pipeline", "import steps", "only coordinator.registry, coordinator.app, steps.* may"),
         ("coordinator.headers", "import pydantic", "the core (context"),
         ("coordinator.upstream", "from coordinator.config import Config", "the modules that do I/O"),
         ("coordinator.sim.new", "import envelope.errors", "share no code with what they test"),
