@@ -14,12 +14,14 @@ slot                set by                  read by
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from envelope.formats import Format
-from envelope.json_codec import Json
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from envelope.formats import Format
+    from envelope.json_codec import Json
 
 Headers = tuple[tuple[str, str], ...]
 
@@ -27,15 +29,20 @@ Headers = tuple[tuple[str, str], ...]
 class LiveStream(Protocol):
     """A worker's event stream that has begun: its first event has been read, and is not an error.
 
-    Iterating yields the bytes as they come, the first event included, cut anywhere. ``aclose`` may be called
-    at any time and more than once; before the end it closes the connection, which stops the worker.
+    ``read`` gives the bytes as they come, the first event's included, cut anywhere. ``aclose`` may be called at any
+    time and more than once; before the end it closes the connection, which stops the worker.
     """
+
+    @property
+    def headers(self) -> Headers:
+        """The worker's end-to-end response headers."""
 
     @property
     def first_event(self) -> bytes:
         """The data of the first event, without ``data:`` and line ends."""
 
-    def __aiter__(self) -> AsyncIterator[bytes]: ...
+    async def read(self) -> bytes:
+        """Return the next bytes; ``b""`` at the end."""
 
     async def aclose(self) -> None: ...
 
@@ -49,12 +56,14 @@ class Answer:
         format: the wire format that ``source`` is in.
         wrap: rebuild the client's own envelope from ``source`` (which is then in generate format).
         headers: of the worker's answer, to be passed on: end-to-end ones only.
+        body: ``source`` parsed, when it is whole.
     """
 
     source: bytes | LiveStream
     format: Format
     wrap: bool = False
     headers: Headers = ()
+    body: Any = None
 
     async def aclose(self) -> None:
         if not isinstance(self.source, bytes):

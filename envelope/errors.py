@@ -9,6 +9,7 @@
     ├── LegError             one leg failed; names its step
     │   ├── LegRejected      the worker's own 4xx, passed on as it is
     │   ├── LegFailed 502    no usable answer
+    │   ├── LegBusy 503      the worker is up and takes no more
     │   ├── LegTimeout 504   no answer in time
     │   └── NoWorker 503     nobody to ask
     ├── NotSupported 501     the configuration asks for what this release cannot do for this request
@@ -115,9 +116,7 @@ class LegRejected(LegError):
         error: the worker's own ``error`` object, passed on unchanged.
     """
 
-    def __init__(
-        self, leg: str, status: int, error: dict[str, Any], *, headers: dict[str, str] | None = None
-    ) -> None:
+    def __init__(self, leg: str, status: int, error: dict[str, Any], *, headers: dict[str, str] | None = None) -> None:
         super().__init__(leg, str(error.get("message", "")), headers=headers)
         self.status = status
         self.error = error
@@ -129,6 +128,11 @@ class LegRejected(LegError):
 class LegFailed(LegError):
     status = 502
     type = "BadGatewayError"
+
+
+class LegBusy(LegError):
+    status = 503
+    type = "ServiceUnavailableError"
 
 
 class LegTimeout(LegError):

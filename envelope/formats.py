@@ -23,9 +23,7 @@ PATHS: dict[Format, str] = {
     Format.GENERATE: "/inference/v1/generate",
 }
 
-RENDER_PATHS: dict[Format, str] = {
-    api: path + "/render" for api, path in PATHS.items() if api is not Format.GENERATE
-}
+RENDER_PATHS: dict[Format, str] = {api: path + "/render" for api, path in PATHS.items() if api is not Format.GENERATE}
 
 
 def leg_format(client: Format, use_openai_format: bool) -> Format:

@@ -1,0 +1,269 @@
+"""All wiring: a configuration becomes a web application, and the application a running server."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import web
+from aiohttp.web_protocol import RequestHandler
+from prometheus_client import CollectorRegistry
+
+from coordinator import registry
+from coordinator.headers import request_id
+from coordinator.health import Readiness, RoleProbe
+from coordinator.intake import Intake
+from coordinator.logs import log
+from coordinator.metrics import Metrics
+from coordinator.models import Models
+from coordinator.pipeline import Pipeline
+from coordinator.respond import Responder
+from coordinator.routing.gateway import GatewayRouter
+from coordinator.routing.header import HeaderRouter
+from coordinator.routing.static import StaticRouter
+from coordinator.server import Front
+from coordinator.units import megabytes_to_bytes
+from coordinator.upstream import HttpUpstream, RoleLink
+from envelope.errors import ApiError, BadRequest, HeadersTooLarge, MethodNotAllowed, UnknownPath, error_body
+from envelope.formats import PATHS, RENDER_PATHS, Format
+from steps.render import Render
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+
+    from coordinator.config import Config, Pool
+    from coordinator.step import Step
+
+FRONT = web.AppKey("front", Front)
+
+SERVED = (Format.CHAT, Format.COMPLETIONS, Format.GENERATE)
+
+
+def build(config: Config) -> web.Application:
+    """Return the application that a configuration describes; nothing is opened before it starts.
+
+    Raises:
+        ConfigError: the steps do not fit together, or not with the rest of the file.
+    """
+    metrics = Metrics(CollectorRegistry())
+    steps = registry.build(config, metrics)
+    upstream = HttpUpstream(links(config, steps), config.pipeline.forward_response_headers, metrics)
+    readiness = Readiness(probes(steps, upstream.links), config.server.readiness_interval)
+    front = Front(
+        apis=SERVED,
+        pipeline=Pipeline(steps, upstream, time.monotonic),
+        intake=Intake(megabytes_to_bytes(config.server.max_request_body_size), config.server.read_timeout or None),
+        responder=Responder(config.server.write_timeout or None, time.monotonic, time.time),
+        readiness=readiness,
+        models=Models(upstream),
+        metrics=metrics,
+        routing_headers=routing_headers(config),
+        discard=config.pipeline.forward_response_headers,
+        clock=time.monotonic,
+    )
+    # Sizes are ours to check, with an error body that aiohttp's own 413 does not have.
+    app = web.Application(client_max_size=0, middlewares=[_json_errors])
+    app[FRONT] = front
+    app.add_routes(front.routes(metrics=config.server.metrics_port is None))
+    app.cleanup_ctx.append(_workers(upstream, readiness))
+    return app
+
+
+def links(config: Config, steps: Sequence[Step]) -> dict[str, RoleLink]:
+    """Return how each role that the steps use is reached."""
+    found: dict[str, RoleLink] = {}
+    for role in ("prefill", "decode"):
+        pool: Pool | None = getattr(config.pools, role)
+        if pool is not None:
+            found[role] = RoleLink(_pool_router(config, pool), pool.max_idle_conns_per_host, pool.idle_conn_timeout)
+        elif config.gateway is not None:
+            gateway = config.gateway
+            found[role] = RoleLink(
+                GatewayRouter(gateway.address, role),
+                gateway.max_idle_conns_per_host,
+                gateway.idle_conn_timeout,
+                gateway.timeout or None,
+            )
+    for step in steps:
+        if isinstance(step, Render):
+            params = step.params
+            found["render"] = RoleLink(
+                StaticRouter((params.address,), "round_robin"),
+                params.max_idle_conns_per_host,
+                params.idle_conn_timeout,
+            )
+    return found
+
+
+def probes(steps: Sequence[Step], links: Mapping[str, RoleLink]) -> list[RoleProbe]:
+    """Return what readiness asks of each role: reachable, and serving the routes that its legs use."""
+    paths: dict[str, set[str]] = {}
+    for step in steps:
+        for api in SERVED:
+            row = step.plan(api)
+            if row.role is not None and row.path is not None:
+                paths.setdefault(row.role, set()).add(row.path)
+    # A generate client alone does not make the route required: its own requests would be told.
+    needed = {PATHS[Format.GENERATE]} if _tokens_in(steps) else set()
+    needed |= set(RENDER_PATHS.values())
+    return [
+        RoleProbe(
+            role,
+            links[role].router.known(),
+            () if gateway else tuple(sorted(paths[role] & needed)),
+            gateway=gateway,
+        )
+        for role in paths
+        for gateway in [isinstance(links[role].router, GatewayRouter)]
+    ]
+
+
+def _tokens_in(steps: Sequence[Step]) -> bool:
+    return any(step.plan(Format.CHAT).format is Format.GENERATE for step in steps)
+
+
+def routing_headers(config: Config) -> list[str]:
+    return [pool.header for pool in (config.pools.prefill, config.pools.decode) if pool and pool.header]
+
+
+def _pool_router(config: Config, pool: Pool) -> StaticRouter | HeaderRouter:
+    if pool.endpoints is not None:
+        return StaticRouter(pool.endpoints, pool.policy)
+    assert pool.header is not None and pool.allow is not None
+    others = [other for other in (config.pools.prefill, config.pools.decode) if other not in (None, pool)]
+    # A worker cannot hand its blocks to itself: named for both legs, it does both at once.
+    never = [url for other in others if other is not None for url in other.endpoints or ()]
+    return HeaderRouter(pool.header, pool.allow, never)
+
+
+def _workers(upstream: HttpUpstream, readiness: Readiness) -> Callable[[web.Application], AsyncIterator[None]]:
+    async def opened(app: web.Application) -> AsyncIterator[None]:
+        await upstream.start()
+        async with asyncio.TaskGroup() as tasks:
+            asking = tasks.create_task(readiness.run(upstream.sessions))
+            yield
+            asking.cancel()
+        await upstream.close()
+
+    return opened
+
+
+@web.middleware
+async def _json_errors(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """Give aiohttp's own 404 and 405 an OpenAI error body."""
+    try:
+        return await handler(request)
+    except web.HTTPMethodNotAllowed as refused:
+        allowed = ", ".join(sorted(refused.allowed_methods))
+        error: ApiError = MethodNotAllowed(
+            f"{request.path} takes {allowed}, not {request.method}", headers={"Allow": allowed}
+        )
+    except web.HTTPNotFound:
+        error = UnknownPath(f"{request.path} is not served here")
+    return _error_response(error, request)
+
+
+def _error_response(error: ApiError, request: web.BaseRequest) -> web.Response:
+    client_id = request_id(request.headers.get("X-Request-Id"))
+    headers = {"Content-Type": "application/json", "X-Request-Id": client_id, **error.headers}
+    return web.Response(status=error.status, body=error_body(error, client_id), headers=headers)
+
+
+class _JsonHandler(RequestHandler):
+    """Tells of requests that are no HTTP, or too much of it, in JSON; aiohttp's own text is for people."""
+
+    __slots__ = ()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        if status == 500:
+            return super().handle_error(request, status, exc, message)
+        text = (message or "bad request").splitlines()[0][:200]
+        error: ApiError = HeadersTooLarge(text) if "too long" in text or "too large" in text else BadRequest(text)
+        response = _error_response(error, request)
+        response.force_close()
+        return response
+
+
+class _JsonServer(web.Server):
+    def __call__(self) -> RequestHandler:
+        return _JsonHandler(self, loop=self._loop, **self._kwargs)
+
+
+class Runner(web.AppRunner):
+    """aiohttp's runner with the settings that a proxy needs, and JSON for malformed requests."""
+
+    def __init__(self, app: web.Application, max_header_size: int) -> None:
+        super().__init__(
+            app,
+            access_log=None,
+            handle_signals=False,
+            handler_cancellation=True,  # a client that leaves frees its workers
+            max_line_size=max_header_size,
+            max_field_size=max_header_size,
+            shutdown_timeout=0.5,  # draining is done before, by ``serve``
+        )
+
+    async def _make_server(self) -> Any:
+        server = await super()._make_server()
+        server.__class__ = _JsonServer  # aiohttp has no public way to choose the request handler's class
+        return server
+
+
+async def serve(config: Config) -> None:
+    """Run until SIGTERM or SIGINT: then refuse new requests, let the running ones end, and stop."""
+    app = build(config)
+    front, server = app[FRONT], config.server
+    runner = Runner(app, server.max_header_size)
+    await runner.setup()
+    extra = await _metrics_site(config, front)
+    try:
+        listen = server.listen_addr
+        await web.TCPSite(runner, listen.host, listen.port, backlog=2048).start()
+        for host, port, *_ in runner.addresses:
+            log.info("listening", extra={"fields": {"address": f"{host}:{port}"}})
+        await _until_stopped(front, server.shutdown_timeout)
+    finally:
+        await runner.cleanup()
+        if extra is not None:
+            await extra.cleanup()
+
+
+async def _metrics_site(config: Config, front: Front) -> web.AppRunner | None:
+    port = config.server.metrics_port
+    if port is None or port <= 0:
+        return None
+    app = web.Application()
+    app.add_routes([web.get("/metrics", front.metrics_page)])
+    runner = web.AppRunner(app, access_log=None, handle_signals=False)
+    await runner.setup()
+    await web.TCPSite(runner, config.server.listen_addr.host, port).start()
+    return runner
+
+
+async def _until_stopped(front: Front, shutdown_timeout_s: float) -> None:
+    """Wait for a signal and then for the requests in flight; a second signal ends the waiting."""
+    loop, signals = asyncio.get_running_loop(), asyncio.Queue[int]()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, signals.put_nowait, number)
+    await signals.get()
+    front.draining = True
+    log.info("draining", extra={"fields": {"in_flight": front.in_flight}})
+    try:
+        async with asyncio.timeout(shutdown_timeout_s), asyncio.TaskGroup() as tasks:
+            idle = tasks.create_task(front.idle.wait())
+            again = tasks.create_task(signals.get())
+            await asyncio.wait((idle, again), return_when=asyncio.FIRST_COMPLETED)
+            idle.cancel()
+            again.cancel()
+    except TimeoutError:
+        log.warning("stopping with requests unfinished", extra={"fields": {"in_flight": front.in_flight}})

@@ -1,0 +1,145 @@
+"""One leg under way: its worker's permit, its connection, its clock, and what a failure on the wire means."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+
+from coordinator.headers import downstream_headers
+from coordinator.verdict import event_error
+from envelope.errors import ApiError, LegFailed, LegTimeout, NoWorker
+from envelope.json_codec import JSONDecodeError, loads_lenient
+from envelope.sse import Events, EventTooLarge, data_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from coordinator.context import Headers
+    from coordinator.routing.router import Worker
+    from coordinator.step import Leg
+
+_SOON = {"Retry-After": "1"}
+
+_DONE = b"[DONE]"
+
+
+class Call:
+    """One leg under way: owns its worker's permit and its connection. Implements ``coordinator.context.LiveStream``."""
+
+    def __init__(self, leg: Leg, worker: Worker) -> None:
+        self.leg = leg
+        self.worker = worker
+        self.response: aiohttp.ClientResponse = None  # type: ignore[assignment]  # set by HttpUpstream._open
+        self.begun = asyncio.get_running_loop().time()
+        self.ends_at = self.begun + leg.limits.request_s if leg.limits.request_s else None
+        self._head: list[bytes] = []
+        self._first = b""
+        self._closed = False
+        worker.in_flight += 1
+
+    @property
+    def headers(self) -> Headers:
+        return downstream_headers(self.response.headers.items())
+
+    @property
+    def first_event(self) -> bytes:
+        return self._first
+
+    async def read_first_event(self) -> None:
+        """Read up to the first event that has data; its bytes are kept for whoever iterates.
+
+        Raises:
+            LegRejected, LegFailed, LegBusy: the event is an error, the end mark, or never comes.
+        """
+        events = Events()
+        while True:
+            chunk = await self.response.content.readany()
+            if not chunk:
+                raise LegFailed(self.leg.step, "the worker's stream ended before its first event")
+            self._head.append(chunk)
+            for event in events.feed(chunk):
+                if (data := data_of(event)) is not None:
+                    return self._accept_first(data)
+
+    def _accept_first(self, data: bytes) -> None:
+        if data == _DONE:
+            raise LegFailed(self.leg.step, "the worker's stream held no answer")
+        if b'"error"' in data and (error := _error_in(data)):
+            raise event_error(self.leg, error)
+        self._first = data
+
+    async def read(self) -> bytes:
+        """Return the next bytes of the answer, the first event's included; ``b""`` at its end.
+
+        Raises:
+            LegFailed, LegTimeout: the answer broke off, or nothing came in time.
+        """
+        if self._head:
+            head = b"".join(self._head)
+            self._head.clear()
+            return head
+        with mapped(self.leg):
+            if self.leg.limits.idle_s is None and self.ends_at is None:
+                return await self.response.content.readany()
+            async with asyncio.timeout_at(self._read_by()):
+                return await self.response.content.readany()
+
+    async def read_all(self) -> bytes:
+        parts = []
+        while part := await self.read():
+            parts.append(part)
+        return b"".join(parts)
+
+    def _read_by(self) -> float | None:
+        idle_s = self.leg.limits.idle_s
+        idle_at = asyncio.get_running_loop().time() + idle_s if idle_s else None
+        return earliest(idle_at, self.ends_at)
+
+    async def aclose(self) -> None:
+        """Give the permit back and, unless the answer was read to its end, close the connection: the worker stops."""
+        if self._closed:
+            return
+        self._closed = True
+        self.worker.in_flight -= 1
+        if self.response is not None:
+            self.response.close()
+
+
+@contextmanager
+def mapped(leg: Leg) -> Iterator[None]:
+    """Turn what goes wrong on the wire into the error that the client gets."""
+    try:
+        yield
+    except ApiError:
+        raise
+    except (aiohttp.ClientError, TimeoutError, EventTooLarge, OSError) as error:
+        raise wire_error(leg, error) from error
+
+
+def wire_error(leg: Leg, error: Exception) -> ApiError:
+    """Return the error that a failed exchange stands for; the order matters, as some classes are of two kinds."""
+    if isinstance(error, (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)):
+        return NoWorker(leg.step, f"no {leg.role} worker could be reached", headers=_SOON)
+    if isinstance(error, TimeoutError):
+        return LegTimeout(leg.step, "the worker did not answer in time")
+    if isinstance(error, EventTooLarge):
+        return LegFailed(leg.step, "the worker sent an event that is too large")
+    return LegFailed(leg.step, "the connection to the worker broke before its answer was whole")
+
+
+def earliest(*ends: float | None) -> float | None:
+    """Return the first of several points in time, None being never."""
+    return min((end for end in ends if end is not None), default=None)
+
+
+def _error_in(data: bytes) -> Any:
+    try:
+        event = loads_lenient(data)
+    except JSONDecodeError:
+        return None
+    if not isinstance(event, dict):
+        return None
+    return event.get("error")

@@ -1,0 +1,205 @@
+"""The command line: serve, check, explain, schema, demo.
+
+Exit codes: 0 done, 1 the request or the run failed, 2 the configuration or the command line is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from coordinator import registry
+from coordinator.config import ConfigError, load
+from coordinator.logs import TRACE, set_up
+from envelope.errors import ApiError
+from envelope.formats import PATHS, Format
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Sequence
+
+    from coordinator.config import Config
+    from coordinator.step import Step
+
+FAILED, WRONG = 1, 2
+
+_LEVELS = {"warning": logging.WARNING, "info": logging.INFO, "debug": logging.DEBUG, "trace": TRACE}
+
+
+class NoEvents:
+    """Counters of a run that answers nobody."""
+
+    def handover_missing(self, reason: str, policy: str) -> None:
+        pass
+
+    def prefill_skipped(self, reason: str) -> None:
+        pass
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run one command and exit with its code."""
+    args = _parser().parse_args(argv)
+    try:
+        code = args.run(args)
+    except ConfigError as error:
+        for problem in error.problems:
+            print(problem, file=sys.stderr)
+        code = WRONG
+    except KeyboardInterrupt:
+        code = 130
+    sys.exit(code)
+
+
+def run(main_coroutine: Coroutine[Any, Any, int | None]) -> int:
+    """Run a coroutine on uvloop where it is installed."""
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        return runner.run(main_coroutine) or 0
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
+    try:
+        from uvloop import new_event_loop
+    except ImportError:
+        return asyncio.new_event_loop
+    return new_event_loop
+
+
+def _serve(args: argparse.Namespace) -> int:
+    from coordinator.app import serve
+
+    config = _load(args)
+    set_up(_LEVELS[config.log_level], config.log_format)
+    try:
+        return run(serve(config))
+    except OSError as error:  # the port is taken, or not ours to bind
+        print(f"{args.config}: server.listen_addr: {error.strerror or error}", file=sys.stderr)
+        return FAILED
+
+
+def _check(args: argparse.Namespace) -> int:
+    config = _load(args)
+    steps = registry.build(config, NoEvents())
+    print(f"{args.config}: ok")
+    for api in Format:
+        _print_plan(config, steps, api)
+    return 0
+
+
+def _print_plan(config: Config, steps: Sequence[Step], api: Format) -> None:
+    from coordinator.app import SERVED
+
+    if api not in SERVED:
+        return
+    print(f"\nPOST {PATHS[api]}")
+    for step in steps:
+        row = step.plan(api)
+        call = f"{row.format or ''} {row.path}" if row.path else "no call"
+        where = f"-> {_destination(config, steps, row.role)}" if row.role and row.path else ""
+        notes = f"({'; '.join(row.notes)})" if row.notes else ""
+        print("  " + " ".join(part for part in (f"{row.step:19}", call, where, notes) if part))
+
+
+def _destination(config: Config, steps: Sequence[Step], role: str) -> str:
+    """Say where a role's legs go, as the file has it."""
+    from coordinator.app import links
+    from coordinator.routing.gateway import GatewayRouter
+
+    router = links(config, steps)[role].router
+    workers = ", ".join(worker.url for worker in router.known())
+    if isinstance(router, GatewayRouter):
+        return f"{workers} with EPP-Profile: {role}"
+    pool = getattr(config.pools, role, None)
+    if pool is not None and pool.header:
+        return f"the worker named by the request header {pool.header}, if any"
+    return f"{workers} by {pool.policy}" if pool is not None and len(router.known()) > 1 else workers
+
+
+def _explain(args: argparse.Namespace) -> int:
+    from coordinator.app import links, routing_headers
+    from coordinator.explain import explain, guess_api
+
+    config = _load(args)
+    steps = registry.build(config, NoEvents())
+    body = _read_request(args.request)
+    api = Format(args.api) if args.api else guess_api(body)
+    headers = tuple(_header(text) for text in args.header)
+    routing = routing_headers(config)
+    try:
+        legs = asyncio.run(explain(steps, links(config, steps), api, body, headers, routing))
+    except ApiError as error:
+        print(json.dumps({"error": error.body("")}, indent=2), file=sys.stderr)
+        return FAILED
+    print(json.dumps([leg.as_json() for leg in legs], indent=2, ensure_ascii=False))
+    return 0
+
+
+def _schema(args: argparse.Namespace) -> int:
+    print(json.dumps(registry.json_schema(), indent=2))
+    return 0
+
+
+def _demo(args: argparse.Namespace) -> int:
+    from coordinator.demo import demo
+
+    set_up(_LEVELS["info"], "human")
+    return run(demo(args.port, args.ask, args.stream))
+
+
+def _load(args: argparse.Namespace) -> Config:
+    return load(args.config, os.environ)
+
+
+def _read_request(path: str) -> Any:
+    try:
+        text = sys.stdin.read() if path == "-" else Path(path).read_text()
+        return json.loads(text)
+    except OSError as error:
+        raise ConfigError([f"{path}: {error.strerror}"]) from None
+    except ValueError as error:
+        raise ConfigError([f"{path}: not JSON: {error}"]) from None
+
+
+def _header(text: str) -> tuple[str, str]:
+    name, colon, value = text.partition(":")
+    if not colon:
+        raise ConfigError([f"--header {text!r}: write it as 'name: value'"])
+    return name.strip(), value.strip()
+
+
+def _version() -> str:
+    try:
+        return version("pd-coordinator")
+    except PackageNotFoundError:
+        return "unknown (not installed)"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="coordinator", description="Drive OpenAI requests through split vLLM fleets.")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {_version()}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, help_text: str, run_command: Any, *, config: bool = True) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=help_text, description=help_text)
+        sub.set_defaults(run=run_command)
+        if config:
+            sub.add_argument("--config", required=True, metavar="FILE", help="the YAML file")
+        return sub
+
+    command("serve", "run the coordinator", _serve)
+    command("check", "validate a file and print what each step does for each API", _check)
+    sub = command("explain", "print the legs that a request would make, without sending anything", _explain)
+    sub.add_argument("--request", required=True, metavar="FILE", help="the client's JSON body; - is standard input")
+    sub.add_argument("--api", choices=[str(api) for api in Format], help="the client's API; guessed from the body")
+    sub.add_argument("--header", action="append", default=[], metavar="'NAME: VALUE'", help="a client header")
+    command("schema", "print the JSON Schema of the file, for editors", _schema, config=False)
+    sub = command("demo", "run simulated workers with the coordinator in front", _demo, config=False)
+    sub.add_argument("--port", type=int, default=8080, help="port to listen on; 0 is a free one (default 8080)")
+    sub.add_argument("--ask", metavar="TEXT", help="ask this, print the answer, and stop")
+    sub.add_argument("--stream", action="store_true", help="with --ask: print the answer as it comes")
+    return parser

@@ -1,0 +1,167 @@
+"""What a request would become: the body and headers of every leg, worked out without sending anything.
+
+The real pipeline runs against an upstream that writes down what it is given and answers with stand-ins for what only
+workers know: token ids, the hand-over.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from coordinator.context import RequestContext
+from coordinator.headers import leg_headers, leg_id, upstream_headers
+from coordinator.pipeline import Pipeline
+from coordinator.step import Reply
+from envelope.client_request import check
+from envelope.errors import NoWorker
+from envelope.formats import PATHS, Format
+from envelope.generate import asked_mode
+from envelope.json_codec import dumps
+from envelope.kv_transfer import without_transfer_params
+from envelope.sampling import client_sampling
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from coordinator.context import Headers
+    from coordinator.step import Leg, Step
+    from coordinator.upstream import RoleLink
+    from envelope.json_codec import Json
+
+STAND_IN_TOKENS = [101, 102, 103]
+
+STAND_IN_HANDOVER: Json = {
+    "do_remote_prefill": True,
+    "do_remote_decode": False,
+    "remote_block_ids": [[1]],
+    "remote_engine_id": "<prefill's engine>",
+    "remote_request_id": "<prefill's request>",
+    "remote_host": "<prefill's host>",
+    "remote_port": 5600,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SentLeg:
+    """One leg as it would be sent."""
+
+    step: str
+    method: str
+    url: str
+    headers: Headers
+    body: Json
+
+    def as_json(self) -> Json:
+        return {
+            "step": self.step,
+            "method": self.method,
+            "url": self.url,
+            "headers": [list(pair) for pair in self.headers],
+            "body": self.body,
+        }
+
+
+class _Scribe:
+    """Implements ``coordinator.step.Upstream`` without a network."""
+
+    def __init__(self, links: Mapping[str, RoleLink]) -> None:
+        self._links = links
+        self.sent: list[SentLeg] = []
+
+    def serves(self, ctx: RequestContext, role: str) -> bool:
+        return self._links[role].router.serves(ctx)
+
+    async def post_json(self, ctx: RequestContext, leg: Leg, *, accept: tuple[int, ...] = ()) -> Reply:
+        self._write_down(ctx, leg)
+        if leg.step == "conditional-decode":
+            return Reply(412, (), b"", None)  # a miss is what shows the rest of the pipeline
+        body = _stand_in(ctx, leg)
+        return Reply(200, (), dumps(body), body)
+
+    async def stream(self, ctx: RequestContext, leg: Leg, *, accept: tuple[int, ...] = ()) -> _Opened | Reply:
+        if leg.step == "conditional-decode":
+            return await self.post_json(ctx, leg, accept=accept)
+        self._write_down(ctx, leg)
+        return _Opened(dumps(_stand_in(ctx, leg)))
+
+    def _write_down(self, ctx: RequestContext, leg: Leg) -> None:
+        worker = self._links[leg.role].router.pick(ctx)
+        headers = (("Content-Type", "application/json"), *leg_headers(ctx, leg, worker))
+        self.sent.append(SentLeg(leg.step, "POST", worker.url + leg.path, headers, leg.body))
+
+
+class _Opened:
+    """A stream that has begun with a stand-in and holds nothing else."""
+
+    headers: Headers = ()
+
+    def __init__(self, first_event: bytes) -> None:
+        self.first_event = first_event
+
+    async def read(self) -> bytes:
+        return b""
+
+    async def aclose(self) -> None:
+        pass
+
+
+async def explain(
+    steps: Sequence[Step], links: Mapping[str, RoleLink], api: Format, body: Any, raw_headers: Headers,
+    routing_headers: Sequence[str],
+) -> list[SentLeg]:  # fmt: skip
+    """Return the legs that a request would make, in their order.
+
+    Args:
+        raw_headers: the client's headers.
+        routing_headers: lower-case names of those that name workers.
+
+    Raises:
+        ApiError: the request would be refused.
+    """
+    named = {name.lower(): value for name, value in raw_headers}
+    request_id = named.get("x-request-id", "example")
+    clean = without_transfer_params(check(api, body))
+    ctx = RequestContext(
+        request_id=request_id,
+        leg_id=leg_id(request_id),
+        api=api,
+        body=clean,
+        headers=upstream_headers(raw_headers, frozenset(routing_headers)),
+        routing={name: named[name] for name in routing_headers if name in named},
+        stream=bool(clean.get("stream")),
+    )
+    scribe = _Scribe(links)
+    await Pipeline(steps, scribe, time.monotonic).run(ctx)
+    return scribe.sent
+
+
+def guess_api(body: Any) -> Format:
+    """Return the API that a body is written for."""
+    if isinstance(body, dict):
+        if "token_ids" in body:
+            return Format.GENERATE
+        if "prompt" in body:
+            return Format.COMPLETIONS
+        if "input" in body:
+            return Format.RESPONSES
+    return Format.CHAT
+
+
+def _stand_in(ctx: RequestContext, leg: Leg) -> Any:
+    if leg.role == "render":
+        rendered = {
+            "request_id": f"chatcmpl-{ctx.leg_id}",
+            "token_ids": STAND_IN_TOKENS,
+            "sampling_params": {**client_sampling(ctx.api, ctx.body), "output_kind": 2},
+            "model": ctx.body.get("model"),
+            "parse_context": {} if ctx.api is Format.CHAT else None,
+        }
+        return [rendered] if ctx.api is Format.COMPLETIONS else rendered
+    if leg.role == "prefill":
+        return {"choices": [{"index": 0, "finish_reason": "length"}], "kv_transfer_params": STAND_IN_HANDOVER}
+    if leg.role == "decode":
+        mode = asked_mode(leg.body) if leg.path == PATHS[Format.GENERATE] else None
+        return {"choices": [{"index": 0, "finish_reason": "stop", "text": ""}], "output_mode": mode}
+    raise NoWorker(leg.step, f"explain knows no {leg.role} workers")

@@ -1,0 +1,106 @@
+"""Which headers travel, which are ours to set, and which a client may not send.
+
+Source: RFC 9110 section 7.6.1 for hop-by-hop fields; llm-d's router for the routing headers.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from coordinator.context import Headers, RequestContext
+    from coordinator.routing.router import Worker
+    from coordinator.step import Leg
+
+_HOP_BY_HOP = frozenset(
+    (
+        "connection",
+        "keep-alive",
+        "proxy-authenticate",
+        "proxy-authorization",
+        "proxy-connection",
+        "te",
+        "trailer",
+        "trailers",
+        "transfer-encoding",
+        "upgrade",
+    )
+)
+
+# Bodies are written anew for every leg and every answer, so whatever describes the old bytes is wrong.
+_FRAMING = frozenset(
+    ("accept-encoding", "content-encoding", "content-length", "content-md5", "content-type", "digest", "expect", "host")
+)
+
+# They steer an endpoint picker or a worker. A client that could set them would choose its own workers.
+ROUTING = frozenset(
+    (
+        "epp-profile",
+        "prefer",
+        "x-data-parallel-host-port",
+        "x-data-parallel-rank",
+        "x-encoder-hosts-ports",
+        "x-gateway-destination-endpoint",
+        "x-kv-cache-source-host-port",
+        "x-prefill-pin-host-port",
+        "x-prefiller-host-port",
+    )
+)
+
+_NOT_UPSTREAM = _HOP_BY_HOP | _FRAMING | ROUTING | {"x-request-id"}
+_NOT_DOWNSTREAM = _HOP_BY_HOP | _FRAMING | {"date", "server", "x-request-id", "set-cookie", "alt-svc"}
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}", re.ASCII)
+
+
+def upstream_headers(raw: Iterable[tuple[str, str]], also_drop: frozenset[str] = frozenset()) -> Headers:
+    """Return the client's end-to-end headers, values of one name in their order.
+
+    Args:
+        also_drop: lower-case names that this configuration reads as routing.
+    """
+    return _kept(raw, _NOT_UPSTREAM | also_drop)
+
+
+def downstream_headers(raw: Iterable[tuple[str, str]]) -> Headers:
+    """Return what of a worker's response headers goes on to the client."""
+    return _kept(raw, _NOT_DOWNSTREAM)
+
+
+def leg_headers(ctx: RequestContext, leg: Leg, worker: Worker) -> list[tuple[str, str]]:
+    """Return every header that a leg is sent with, framing aside."""
+    own = (
+        ("Accept", "text/event-stream" if leg.body.get("stream") else "application/json"),
+        ("Accept-Encoding", "identity"),
+        ("X-Request-Id", ctx.leg_id),
+        *worker.headers,
+        *leg.headers,
+        *ctx.carried.items(),
+    )
+    ours = {name.lower() for name, _ in own}
+    return [*((name, value) for name, value in ctx.headers if name.lower() not in ours), *own]
+
+
+def request_id(sent: str | None) -> str:
+    """Return the client's own request id when it is safe to log and to send on, else a new one."""
+    return sent if sent and _REQUEST_ID.fullmatch(sent) else secrets.token_hex(16)
+
+
+def leg_id(request_id: str) -> str:
+    """Return the id that workers get: it begins with the client's, and no two requests share one.
+
+    A worker refuses or mixes up two live requests with the same id, and clients do repeat theirs.
+    """
+    return f"{request_id}-{secrets.token_hex(4)}"
+
+
+def _kept(raw: Iterable[tuple[str, str]], drop: frozenset[str]) -> Headers:
+    pairs = [(name, value) for name, value in raw]
+    named = {
+        token.strip().lower() for name, value in pairs if name.lower() == "connection" for token in value.split(",")
+    }
+    return tuple((name, value) for name, value in pairs if (low := name.lower()) not in drop and low not in named)

@@ -1,0 +1,115 @@
+"""Whether the workers can be reached: asked on a clock of our own, so that a storm of probes costs them nothing.
+
+A role is reachable when one of its workers answers ``GET /health``. Routes that a pipeline needs and that vLLM serves
+only with a flag are tried as well, so that a missing flag is named here and not by the first request that fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import aiohttp
+
+from coordinator.logs import log
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from coordinator.routing.router import Worker
+
+_PROBE_TIMEOUT_S = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class RoleProbe:
+    """How one role is asked.
+
+    Attributes:
+        workers: any of them suffices.
+        scale_out: paths that the pipeline sends this role, of those that need ``--enable-scale-out``.
+        gateway: the address is a gateway's, which has no /health of its own: any answer to it will do.
+    """
+
+    role: str
+    workers: Sequence[Worker]
+    scale_out: tuple[str, ...] = ()
+    gateway: bool = False
+
+
+class Readiness:
+    """What ``/readyz`` says, renewed every ``interval_s`` seconds by ``run``."""
+
+    def __init__(self, probes: Sequence[RoleProbe], interval_s: float) -> None:
+        self._probes = tuple(probe for probe in probes if probe.workers)
+        self._interval_s = interval_s
+        self._problems = {probe.role: f"{probe.role}: not asked yet" for probe in self._probes}
+        self._proven: set[str] = set()  # workers whose scale-out routes are known to be on
+
+    def problems(self) -> list[str]:
+        """Return one sentence for each role that has no usable worker; empty means ready."""
+        return list(self._problems.values())
+
+    async def run(self, sessions: Mapping[str, aiohttp.ClientSession]) -> None:
+        """Ask for ever; the owner cancels."""
+        while True:
+            async with asyncio.TaskGroup() as tasks:
+                for probe in self._probes:
+                    tasks.create_task(self._renew(probe, sessions[probe.role]))
+            await asyncio.sleep(self._interval_s)
+
+    async def _renew(self, probe: RoleProbe, session: aiohttp.ClientSession) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            asked = [tasks.create_task(self._fault(probe, worker, session)) for worker in probe.workers]
+        faults = [task.result() for task in asked]
+        before = self._problems.pop(probe.role, None)
+        if None not in faults:
+            self._problems[probe.role] = f"{probe.role}: {faults[0]}"
+        now = self._problems.get(probe.role)
+        if now is not None and now != before:
+            log.warning("not ready: %s", now)
+        elif now is None and before is not None:
+            log.info("%s: reachable", probe.role)
+
+    async def _fault(self, probe: RoleProbe, worker: Worker, session: aiohttp.ClientSession) -> str | None:
+        """Return why a worker cannot be used, or None."""
+        fault = await _health_fault(probe, worker, session)
+        if fault is not None:
+            self._proven.discard(worker.url)  # it may come back as another server
+        elif worker.url not in self._proven:
+            for path in probe.scale_out:
+                fault = fault or await _route_fault(worker, path, session)
+            if fault is None:
+                self._proven.add(worker.url)
+        return fault
+
+
+async def _health_fault(probe: RoleProbe, worker: Worker, session: aiohttp.ClientSession) -> str | None:
+    try:
+        async with (
+            asyncio.timeout(_PROBE_TIMEOUT_S),
+            session.get(f"{worker.url}/health", headers=worker.headers, allow_redirects=False) as answer,
+        ):
+            if answer.status == 200 or probe.gateway:
+                return None
+            return f"{worker.url}/health answers {answer.status}"
+    except (aiohttp.ClientError, TimeoutError, OSError):
+        return f"{worker.url} cannot be reached"
+
+
+async def _route_fault(worker: Worker, path: str, session: aiohttp.ClientSession) -> str | None:
+    """Send an empty body: a worker that serves the route refuses it with a 400, before any work."""
+    try:
+        async with (
+            asyncio.timeout(_PROBE_TIMEOUT_S),
+            session.post(f"{worker.url}{path}", json={}, headers=worker.headers, allow_redirects=False) as answer,
+        ):
+            status = answer.status
+    except (aiohttp.ClientError, TimeoutError, OSError):
+        return f"{worker.url} cannot be reached"
+    if status == 403:
+        return f"{worker.url} answers 403 on {path}: start vllm serve with --enable-scale-out"
+    if status in (404, 405):
+        return f"{worker.url} has no {path}: is it the right server, and vllm serve with --enable-scale-out?"
+    return None

@@ -1,0 +1,98 @@
+"""Reads a request off the wire: size, encoding, media type, JSON; each refusal before the next costs anything."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+
+from envelope.errors import BadRequest, ReadTimeout, TooLarge, UnsupportedMedia
+from envelope.json_codec import JSONDecodeError, loads
+
+if TYPE_CHECKING:
+    from coordinator.context import Headers
+
+# What aiohttp inflates by itself. Brotli and zstd depend on what else is installed, so they are not offered.
+_ENCODINGS = ("", "identity", "gzip", "deflate")
+
+
+class Intake:
+    """The limits of a request's body.
+
+    Args:
+        max_body_bytes: largest body, after inflating.
+        read_timeout_s: time for the whole body to arrive; None is no limit.
+    """
+
+    def __init__(self, max_body_bytes: int, read_timeout_s: float | None) -> None:
+        self._max_body_bytes = max_body_bytes
+        self._read_timeout_s = read_timeout_s
+
+    async def read_json(self, request: web.Request) -> Any:
+        """Return the parsed body.
+
+        Raises:
+            UnsupportedMedia, TooLarge, ReadTimeout, BadRequest.
+        """
+        self.check_head(request)
+        raw = await self._read(request)
+        try:
+            return loads(raw)
+        except (JSONDecodeError, RecursionError) as error:
+            raise BadRequest(f"the request body is not JSON: {_where(error)}") from None
+
+    def check_head(self, request: web.BaseRequest) -> None:
+        """Refuse by the request's head alone, before its body is waited for."""
+        if (request.content_length or 0) > self._max_body_bytes:
+            raise self._too_large()
+        if request.content_type != "application/json":
+            raise UnsupportedMedia(f"Content-Type is {request.content_type}; send the body as application/json")
+        if (encoding := request.headers.get("Content-Encoding", "").strip().lower()) not in _ENCODINGS:
+            raise UnsupportedMedia(f"Content-Encoding {encoding} is not understood; send gzip, deflate, or none")
+
+    async def _read(self, request: web.Request) -> bytes:
+        parts, size = [], 0
+        try:
+            async with asyncio.timeout(self._read_timeout_s):
+                async for part in request.content.iter_any():
+                    size += len(part)
+                    if size > self._max_body_bytes:
+                        raise self._too_large()
+                    parts.append(part)
+        except TimeoutError:
+            raise ReadTimeout(f"the request body did not arrive within {self._read_timeout_s:g} s") from None
+        except (HttpProcessingError, web.RequestPayloadError, aiohttp.ClientPayloadError):
+            raise BadRequest("the request body is broken: its encoding or its framing is wrong") from None
+        return b"".join(parts)
+
+    def _too_large(self) -> TooLarge:
+        return TooLarge(f"the request body is larger than {self._max_body_bytes // 2**20} MB", headers=_CLOSE)
+
+
+# The rest of the body is not read, so the connection cannot be used again.
+_CLOSE = {"Connection": "close"}
+
+
+def header_pairs(request: web.BaseRequest) -> Headers:
+    """Return the request's headers as they came, repeated ones in their order."""
+    return tuple(request.headers.items())
+
+
+def single(request: web.BaseRequest, name: str) -> str | None:
+    """Return the one value of a routing header.
+
+    Raises:
+        BadRequest: it was sent more than once, and it would be a guess which one is meant.
+    """
+    values = request.headers.getall(name, [])
+    if len(values) > 1:
+        raise BadRequest(f"the header {name} was sent {len(values)} times; send it once", param=name)
+    return values[0] if values else None
+
+
+def _where(error: Exception) -> str:
+    text = str(error)
+    return text if len(text) <= 200 else text[:197] + "..."

@@ -1,0 +1,27 @@
+"""One gateway address for every role; the endpoint picker behind it reads the role off ``EPP-Profile``.
+
+Source: llm-d ``pkg/coordinator/gateway``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from coordinator.routing.router import Worker
+
+if TYPE_CHECKING:
+    from coordinator.context import RequestContext
+
+
+class GatewayRouter:
+    def __init__(self, address: str, role: str) -> None:
+        self._worker = Worker(address, headers=(("EPP-Profile", role),))
+
+    def serves(self, ctx: RequestContext) -> bool:
+        return True
+
+    def pick(self, ctx: RequestContext) -> Worker:
+        return self._worker
+
+    def known(self) -> tuple[Worker, ...]:
+        return (self._worker,)

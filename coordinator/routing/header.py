@@ -1,0 +1,85 @@
+"""The worker that a request header names (sidecar mode), inside an allow-list.
+
+A router in front of the sidecar picks the worker and writes ``host:port`` into the header; it may list several, of
+which the first is taken. Without the header there is no such leg.
+
+Source: llm-d ``pkg/sidecar`` (``x-prefiller-host-port``, ``--enable-ssrf-protection``).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+from coordinator.routing.router import Worker
+from coordinator.units import parse_base_url
+from envelope.errors import BadRequest, Forbidden
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from coordinator.context import RequestContext
+    from coordinator.units import AllowEntry
+
+# Workers are remembered for their in-flight count alone, so the oldest may be forgotten.
+_REMEMBERED = 4096
+
+_DEFAULT_PORTS = {"http": 80, "https": 443}
+
+
+class HeaderRouter:
+    """Reads the worker off each request.
+
+    Args:
+        header: lower-case header name.
+        allow: who may be named; anybody else is refused, since a header may come from outside.
+        never: base URLs of the workers that do the next leg: naming one of them means "no leg of its own".
+    """
+
+    def __init__(self, header: str, allow: Sequence[AllowEntry], never: Sequence[str] = ()) -> None:
+        self._header = header
+        self._allow = tuple(allow)
+        self._never = frozenset(never)
+        self._workers: OrderedDict[str, Worker] = OrderedDict()
+
+    def serves(self, ctx: RequestContext) -> bool:
+        url = self._named(ctx)
+        return url is not None and url not in self._never
+
+    def pick(self, ctx: RequestContext) -> Worker:
+        url = self._named(ctx)
+        if url is None:
+            raise BadRequest(f"the request needs the header {self._header}: host:port of a worker")
+        worker = self._workers.setdefault(url, Worker(url))
+        self._workers.move_to_end(url)
+        if len(self._workers) > _REMEMBERED:
+            self._workers.popitem(last=False)
+        return worker
+
+    def known(self) -> tuple[Worker, ...]:
+        return ()
+
+    def _named(self, ctx: RequestContext) -> str | None:
+        value = ctx.routing.get(self._header, "").split(",")[0].strip()
+        if not value:
+            return None
+        try:
+            url = parse_base_url(value if "://" in value else f"http://{value}")
+        except ValueError:
+            raise BadRequest(f"{self._header} must be host:port of a worker", param=self._header) from None
+        self._check(url)
+        return url
+
+    def _check(self, url: str) -> None:
+        scheme, _, rest = url.partition("://")
+        host, port = _split(rest, _DEFAULT_PORTS[scheme])
+        if not any(entry.admits(host, port) for entry in self._allow):
+            raise Forbidden(f"{self._header} names a worker outside the allow-list", param=self._header)
+
+
+def _split(netloc: str, default_port: int) -> tuple[str, int]:
+    if netloc.startswith("["):
+        host, _, rest = netloc[1:].partition("]")
+        return host, int(rest[1:]) if rest else default_port
+    host, _, port = netloc.partition(":")
+    return host, int(port) if port else default_port

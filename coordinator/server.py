@@ -1,0 +1,261 @@
+"""Routes of the coordinator: request id -> JSON -> context -> pipeline -> respond, and one log line each.
+
+Only what is listed here is answered; nothing is passed on to workers by default, so that their other routes
+(sleep, abort, metrics) stay out of reach.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import prometheus_client
+from aiohttp import web
+
+from coordinator.context import RequestContext
+from coordinator.headers import leg_id, request_id, upstream_headers
+from coordinator.intake import header_pairs, single
+from coordinator.logs import access, log
+from envelope.client_request import check
+from envelope.errors import ApiError, ClientGone, InternalError, LegRejected, Unavailable, error_body
+from envelope.formats import PATHS, Format
+from envelope.kv_transfer import without_transfer_params
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+
+    from coordinator.health import Readiness
+    from coordinator.intake import Intake
+    from coordinator.metrics import Metrics
+    from coordinator.models import Models
+    from coordinator.pipeline import Pipeline
+    from coordinator.respond import Responder, Result
+
+
+@dataclass(slots=True)
+class Outcome:
+    """How one request ended; becomes its log line and its metrics."""
+
+    status: int = 0
+    word: str = "internal_error"
+    error: str | None = None
+    result: Result | None = None
+
+
+class Front:
+    """Answers requests.
+
+    Args:
+        apis: the client APIs that are served.
+        routing_headers: lower-case names of the headers that name workers in this configuration.
+        discard: lower-case names of headers that only workers may set (``forward_response_headers``).
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        *,
+        apis: Sequence[Format],
+        pipeline: Pipeline,
+        intake: Intake,
+        responder: Responder,
+        readiness: Readiness,
+        models: Models,
+        metrics: Metrics,
+        routing_headers: Sequence[str],
+        discard: Sequence[str],
+        clock: Callable[[], float],
+    ) -> None:
+        self._apis = tuple(apis)
+        self._pipeline = pipeline
+        self._intake = intake
+        self._responder = responder
+        self._readiness = readiness
+        self._models = models
+        self._metrics = metrics
+        self._routing_headers = tuple(routing_headers)
+        self._drop = frozenset((*routing_headers, *discard))
+        self._clock = clock
+        self.draining = False
+        self.in_flight = 0
+        self.idle = asyncio.Event()
+        self.idle.set()
+
+    def routes(self, *, metrics: bool) -> list[web.RouteDef]:
+        """Return the routes; ``metrics`` says whether /metrics is on this port."""
+        posts = [web.post(PATHS[api], self._handler(api), expect_handler=self._expect) for api in self._apis]
+        gets = [
+            web.get("/v1/models", self._list_models),
+            web.get("/healthz", self._healthz),
+            web.get("/readyz", self._readyz),
+        ]
+        return [*posts, *gets, *([web.get("/metrics", self.metrics_page)] if metrics else [])]
+
+    def _handler(self, api: Format) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            return await self._answer(request, api)
+
+        return handle
+
+    async def _answer(self, request: web.Request, api: Format) -> web.StreamResponse:
+        begun, client_id = self._clock(), request_id(request.headers.get("X-Request-Id"))
+        ctx: RequestContext | None = None
+        outcome = Outcome()
+        self._enter(api)
+        try:
+            if self.draining:
+                raise Unavailable("this coordinator is shutting down; ask again", headers=_DRAINING)
+            ctx = await self._read(request, api, client_id)
+            outcome.result = await self._run(request, ctx)
+            _judge(outcome, outcome.result)
+            return outcome.result.response
+        except asyncio.CancelledError:
+            _fail(outcome, ClientGone("the client left"))
+            raise
+        except ApiError as error:
+            return await self._refuse(request, client_id, error, outcome)
+        except Exception:
+            log.exception("request %s failed by a fault of the coordinator", client_id)
+            fault = InternalError("the coordinator failed; its log has the details")
+            return await self._refuse(request, client_id, fault, outcome)
+        finally:
+            if ctx is not None:
+                await ctx.aclose()
+            self._leave(api)
+            self._record(api, client_id, ctx, outcome, self._clock() - begun)
+
+    def _enter(self, api: Format) -> None:
+        self.in_flight += 1
+        self.idle.clear()
+        self._metrics.in_flight.labels(api).inc()
+
+    def _leave(self, api: Format) -> None:
+        self.in_flight -= 1
+        if not self.in_flight:
+            self.idle.set()
+        self._metrics.in_flight.labels(api).dec()
+
+    async def _read(self, request: web.Request, api: Format, client_id: str) -> RequestContext:
+        routing = {name: value for name in self._routing_headers if (value := single(request, name)) is not None}
+        body = without_transfer_params(check(api, await self._intake.read_json(request)))
+        return RequestContext(
+            request_id=client_id,
+            leg_id=leg_id(client_id),
+            api=api,
+            body=body,
+            headers=upstream_headers(header_pairs(request), self._drop),
+            routing=routing,
+            stream=bool(body.get("stream")),
+        )
+
+    async def _run(self, request: web.Request, ctx: RequestContext) -> Result:
+        read_at = self._clock()
+        await self._pipeline.run(ctx)
+        assert ctx.answer is not None
+        return await self._responder.send(request, ctx, ctx.answer, read_at)
+
+    async def _refuse(
+        self, request: web.Request, client_id: str, error: ApiError, outcome: Outcome
+    ) -> web.StreamResponse:
+        _fail(outcome, error)
+        try:
+            return await self._responder.refuse(request, client_id, error)
+        except ClientGone:
+            return web.Response(status=ClientGone.status)  # never written: the connection is closed
+
+    def _record(
+        self, api: Format, client_id: str, ctx: RequestContext | None, outcome: Outcome, seconds: float
+    ) -> None:
+        self._metrics.requests.labels(api, outcome.word).inc()
+        self._metrics.request_seconds.labels(api).observe(seconds)
+        fields = {"request_id": client_id, "route": str(api), "status": outcome.status, "outcome": outcome.word}
+        if outcome.error:
+            fields["error"] = outcome.error
+        if ctx is not None:
+            fields |= self._leg_fields(ctx)
+        if outcome.result is not None:
+            fields |= self._answer_fields(api, outcome.result)
+        access.info("request", extra={"fields": {**fields, "seconds": round(seconds, 6)}})
+
+    def _leg_fields(self, ctx: RequestContext) -> dict[str, object]:
+        for leg in ctx.legs:
+            self._metrics.leg(leg)
+        legs = {leg.step: {"seconds": round(leg.seconds, 6), "outcome": leg.outcome} for leg in ctx.legs}
+        return {"leg_id": ctx.leg_id, "stream": ctx.stream, "legs": legs}
+
+    def _answer_fields(self, api: Format, result: Result) -> dict[str, object]:
+        fields: dict[str, object] = {}
+        if result.ttft_s is not None:
+            self._metrics.ttft_seconds.labels(api).observe(result.ttft_s)
+            fields["ttft_seconds"] = round(result.ttft_s, 6)
+        if result.usage is not None:
+            usage = result.usage
+            prompt = _count(usage, "prompt_tokens", "input_tokens")
+            completion = _count(usage, "completion_tokens", "output_tokens")
+            self._metrics.usage(api, prompt, completion)
+            fields |= {"prompt_tokens": prompt, "completion_tokens": completion}
+        return fields
+
+    async def _expect(self, request: web.Request) -> web.StreamResponse | None:
+        """Answer ``Expect: 100-continue``: refuse by the head alone, so that a body too large is never sent."""
+        if request.headers.get("Expect", "").lower() != "100-continue":
+            return None  # RFC 9110, section 10.1.1: an expectation we do not know may be ignored
+        try:
+            self._intake.check_head(request)
+        except ApiError as error:
+            client_id = request_id(request.headers.get("X-Request-Id"))
+            return web.Response(
+                status=error.status,
+                body=error_body(error, client_id),
+                headers={"Content-Type": "application/json", "X-Request-Id": client_id, "Connection": "close"},
+            )
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        request.writer.output_size = 0  # the answer's head has not been sent yet
+        return None
+
+    async def _list_models(self, request: web.Request) -> web.StreamResponse:
+        client_id = request_id(request.headers.get("X-Request-Id"))
+        try:
+            body = await self._models.listing(upstream_headers(header_pairs(request), self._drop), client_id)
+        except ApiError as error:
+            return await self._responder.refuse(request, client_id, error)
+        return web.Response(body=body, content_type="application/json", headers={"X-Request-Id": client_id})
+
+    async def _healthz(self, request: web.Request) -> web.StreamResponse:
+        return web.Response(text="ok\n")
+
+    async def _readyz(self, request: web.Request) -> web.StreamResponse:
+        problems = ["shutting down"] if self.draining else self._readiness.problems()
+        if problems:
+            return web.Response(status=503, text="".join(f"{problem}\n" for problem in problems))
+        return web.Response(text="ok\n")
+
+    async def metrics_page(self, request: web.Request) -> web.StreamResponse:
+        body = prometheus_client.generate_latest(self._metrics.registry)
+        return web.Response(body=body, headers={"Content-Type": prometheus_client.CONTENT_TYPE_LATEST})
+
+
+_DRAINING = {"Retry-After": "1", "Connection": "close"}
+
+
+def _judge(outcome: Outcome, result: Result) -> None:
+    outcome.status = result.response.status
+    outcome.word, outcome.error = ("ok", None) if result.error is None else ("stream_broken", result.error)
+
+
+def _fail(outcome: Outcome, error: ApiError) -> None:
+    outcome.status, outcome.error = error.status, type(error).__name__
+    if isinstance(error, ClientGone):
+        outcome.word = "client_gone"
+    elif isinstance(error, LegRejected):
+        outcome.word = "rejected"
+    elif error.status < 500:
+        outcome.word = "bad_request"
+    else:
+        outcome.word = {502: "leg_failed", 503: "unavailable", 504: "timeout"}.get(error.status, "internal_error")
+
+
+def _count(usage: dict[str, object], *names: str) -> int:
+    value = next((usage[name] for name in names if usage.get(name) is not None), 0)
+    return value if isinstance(value, int) else 0

@@ -1,0 +1,211 @@
+"""The only HTTP client: sends legs to workers, times them, and maps every failure to ``envelope.errors``.
+
+aiohttp's defaults that would hurt are set here: no total timeout (it would cut long answers), no cap on connections
+(it would queue streams), no cookies, no redirects, no proxy from the environment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+from aiohttp.payload import BytesPayload, Payload
+
+from coordinator.call import Call, earliest, mapped
+from coordinator.headers import downstream_headers, leg_headers
+from coordinator.step import Reply
+from coordinator.verdict import refusal
+from envelope.errors import LegFailed
+from envelope.json_codec import JSONDecodeError, dumps, loads_lenient
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from coordinator.context import RequestContext
+    from coordinator.metrics import Metrics
+    from coordinator.routing.router import Router
+    from coordinator.step import Leg
+
+
+@dataclass(frozen=True, slots=True)
+class RoleLink:
+    """How one role is reached.
+
+    Attributes:
+        router: chooses the worker.
+        idle: most idle connections kept to one worker.
+        idle_s: how long an idle connection is kept, 0 is for ever. uvicorn closes its own after 5 s.
+        first_byte_s: the limit of a leg that sets none of its own; None is no limit.
+    """
+
+    router: Router
+    idle: int = 100
+    idle_s: float = 4.0
+    first_byte_s: float | None = None
+
+
+class HttpUpstream:
+    """Implements ``coordinator.step.Upstream`` on aiohttp.
+
+    Args:
+        links: by role.
+        carry: response headers (lower case) that later legs of the same request repeat.
+    """
+
+    def __init__(self, links: Mapping[str, RoleLink], carry: Sequence[str], metrics: Metrics) -> None:
+        self.links = links
+        self._carry = tuple(carry)
+        self._metrics = metrics
+        self.sessions: dict[str, aiohttp.ClientSession] = {}
+
+    async def start(self) -> None:
+        """Make the sessions; needs the running loop."""
+        self.sessions = {role: _session(link) for role, link in self.links.items()}
+
+    async def close(self) -> None:
+        for session in self.sessions.values():
+            await session.close()
+
+    def serves(self, ctx: RequestContext, role: str) -> bool:
+        return self.links[role].router.serves(ctx)
+
+    async def post_json(self, ctx: RequestContext, leg: Leg, *, accept: tuple[int, ...] = ()) -> Reply:
+        call = Call(leg, self.links[leg.role].router.pick(ctx))
+        try:
+            with mapped(leg):
+                await self._open(ctx, call)
+                return await self._whole(ctx, call, accept)
+        finally:
+            await call.aclose()
+
+    async def get(self, ctx: RequestContext, leg: Leg) -> Reply:
+        """Send a GET and read its whole JSON answer; errors as in ``post_json``."""
+        call = Call(leg, self.links[leg.role].router.pick(ctx))
+        try:
+            with mapped(leg):
+                async with asyncio.timeout_at(self._first_byte_at(call)):
+                    call.response = await self.sessions[leg.role].get(
+                        call.worker.url + leg.path, headers=leg_headers(ctx, leg, call.worker), allow_redirects=False
+                    )
+                return await self._whole(ctx, call, ())
+        finally:
+            await call.aclose()
+
+    async def stream(self, ctx: RequestContext, leg: Leg, *, accept: tuple[int, ...] = ()) -> Call | Reply:
+        call, opened = Call(leg, self.links[leg.role].router.pick(ctx)), False
+        try:
+            with mapped(leg):
+                await self._open(ctx, call)
+                if call.response.status != 200 or call.response.content_type == "application/json":
+                    return await self._whole(ctx, call, accept)
+                async with asyncio.timeout_at(self._first_byte_at(call)):
+                    await call.read_first_event()
+            self._remember(ctx, call.response)
+            opened = True
+        finally:
+            if not opened:
+                await call.aclose()
+        return call
+
+    async def _open(self, ctx: RequestContext, call: Call) -> None:
+        """Send the leg and read the head of its answer.
+
+        Once more, silently, when a kept connection turns out to be dead before any byte of the answer: a worker
+        closes idle connections on its own clock, and the notice may cross our request on the wire.
+        """
+        leg = call.leg
+        body = dumps(leg.body)
+        headers = leg_headers(ctx, leg, call.worker)
+        kept = SimpleNamespace(reused=False)
+        async with asyncio.timeout_at(self._first_byte_at(call)):
+            try:
+                call.response = await self._post(call, headers, body, kept)
+            except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
+                if not kept.reused:
+                    raise
+                self._metrics.stale_connections.labels(leg.role).inc()
+                call.response = await self._post(call, headers, body, kept)
+
+    async def _post(
+        self, call: Call, headers: list[tuple[str, str]], body: bytes, kept: SimpleNamespace
+    ) -> aiohttp.ClientResponse:
+        kept.reused = False
+        return await self.sessions[call.leg.role].post(
+            call.worker.url + call.leg.path,
+            data=JsonPayload(body),
+            headers=headers,
+            allow_redirects=False,
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=call.leg.limits.connect_s),
+            trace_request_ctx=kept,
+        )
+
+    async def _whole(self, ctx: RequestContext, call: Call, accept: tuple[int, ...]) -> Reply:
+        leg, response = call.leg, call.response
+        raw = await call.read_all()
+        if response.status in accept:
+            return Reply(response.status, downstream_headers(response.headers.items()), raw, None)
+        if not 200 <= response.status < 300:
+            raise refusal(leg, response.status, response.headers, raw)
+        try:
+            body = loads_lenient(raw)
+        except (JSONDecodeError, RecursionError):
+            raise LegFailed(leg.step, "the worker's answer is not JSON") from None
+        if not isinstance(body, (dict, list)):
+            raise LegFailed(leg.step, "the worker's answer is neither a JSON object nor a list")
+        self._remember(ctx, response)
+        return Reply(response.status, downstream_headers(response.headers.items()), raw, body)
+
+    def _remember(self, ctx: RequestContext, response: aiohttp.ClientResponse) -> None:
+        for name in self._carry:
+            if (value := response.headers.get(name)) is not None:
+                ctx.carried[name] = value
+
+    def _first_byte_at(self, call: Call) -> float | None:
+        limit = call.leg.limits.first_byte_s
+        if limit is None:
+            limit = self.links[call.leg.role].first_byte_s
+        return earliest(call.begun + limit if limit else None, call.ends_at)
+
+
+class JsonPayload(BytesPayload):
+    """A body that goes out as it is, whatever its size; aiohttp's own warns of large ones."""
+
+    def __init__(self, value: bytes) -> None:
+        Payload.__init__(self, value, content_type="application/json")
+        self._size = len(value)
+
+
+_FOR_EVER_S = 86_400.0  # timers of an event loop have an end, and a day is none for a connection
+
+
+class Connector(aiohttp.TCPConnector):
+    """Caps the idle connections to one worker, which aiohttp has no setting for."""
+
+    def __init__(self, idle: int, idle_s: float) -> None:
+        super().__init__(limit=0, keepalive_timeout=idle_s or _FOR_EVER_S, ttl_dns_cache=10)
+        self._idle_cap = idle
+
+    def _release(self, key: Any, protocol: Any, *, should_close: bool = False) -> None:
+        full = len(self._conns.get(key, ())) >= self._idle_cap
+        super()._release(key, protocol, should_close=should_close or full)
+
+
+def _session(link: RoleLink) -> aiohttp.ClientSession:
+    trace = aiohttp.TraceConfig()
+
+    async def reused(_session: object, kept: SimpleNamespace, _params: object) -> None:
+        if kept.trace_request_ctx is not None:
+            kept.trace_request_ctx.reused = True
+
+    trace.on_connection_reuseconn.append(reused)
+    return aiohttp.ClientSession(
+        connector=Connector(link.idle, link.idle_s),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        timeout=aiohttp.ClientTimeout(total=None),
+        skip_auto_headers=("User-Agent",),
+        trace_configs=[trace],
+        read_bufsize=2**18,
+    )

@@ -1,0 +1,81 @@
+"""What a worker's refusal means for the client: whose fault it is, and which status says so.
+
+A 4xx is the client's own mistake and goes on as it is, unless it tells of our configuration: a route that is switched
+off or missing. A 5xx is the worker's, and its text stays here.
+
+Source: vLLM 0.33 error bodies: ``{"error": {message, type, param, code}}`` from handlers, ``{"error": "Unauthorized"}``
+from its key check, ``{"detail": ..}`` from the router when a route or method does not exist.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from envelope.errors import ApiError, LegBusy, LegFailed, LegRejected, LegTimeout
+from envelope.formats import PATHS, RENDER_PATHS, Format
+from envelope.json_codec import JSONDecodeError, loads_lenient
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from coordinator.step import Leg
+
+_SCALE_OUT_PATHS = frozenset((PATHS[Format.GENERATE], *RENDER_PATHS.values()))
+
+_SCALE_OUT_HINT = "vllm serve needs --enable-scale-out for this route (vLLM 0.30 and later)"
+
+
+def refusal(leg: Leg, status: int, headers: Mapping[str, str], raw: bytes) -> ApiError:
+    """Return the error that a worker's answer with a status outside 2xx stands for."""
+    retry = {"Retry-After": headers["Retry-After"]} if "Retry-After" in headers else {}
+    if status == 503:
+        return LegBusy(leg.step, "the worker answered 503: it is overloaded or starting", headers=retry or _SOON)
+    if status == 504:
+        return LegTimeout(leg.step, "the worker answered 504")
+    if not 400 <= status < 500:
+        return LegFailed(leg.step, f"the worker answered {status}")
+    error = _error_object(raw)
+    if hint := _our_fault(leg, status, error):
+        return LegFailed(leg.step, f"the worker answered {status} on {leg.path}; {hint}")
+    return LegRejected(leg.step, status, error or _plain(leg, status), headers=retry)
+
+
+def event_error(leg: Leg, error: Any) -> ApiError:
+    """Return the error that a stream's first event stands for; ``error.code`` is the status it should have had."""
+    obj = error if isinstance(error, dict) else {"message": str(error)}
+    code = obj.get("code")
+    if isinstance(code, int) and 400 <= code < 500:
+        return LegRejected(leg.step, code, obj)
+    if code == 503:
+        return LegBusy(leg.step, "the worker is overloaded", headers=_SOON)
+    return LegFailed(leg.step, "the worker failed before its first token")
+
+
+_SOON = {"Retry-After": "1"}
+
+
+def _our_fault(leg: Leg, status: int, error: dict[str, Any] | None) -> str | None:
+    if status == 403 and leg.path in _SCALE_OUT_PATHS:
+        return _SCALE_OUT_HINT
+    if status in (404, 405) and (error is None or error.get("type") != "NotFoundError"):
+        return f"it has no such route: is this the right server for {leg.role}? {_SCALE_OUT_HINT}"
+    if status == 412:
+        return "only a conditional-decode step asks for that; does something between add Prefer: if-available?"
+    return None
+
+
+def _error_object(raw: bytes) -> dict[str, Any] | None:
+    """Return the worker's ``error`` object, or None when the body has none."""
+    try:
+        body = loads_lenient(raw)
+    except (JSONDecodeError, RecursionError):
+        return None
+    error = body.get("error") if isinstance(body, dict) else None
+    if isinstance(error, str):
+        return {"message": error, "type": "AuthenticationError", "param": None, "code": None}
+    return error if isinstance(error, dict) and error.get("message") is not None else None
+
+
+def _plain(leg: Leg, status: int) -> dict[str, Any]:
+    return {"message": f"{leg.step}: the worker answered {status}", "type": "BadRequestError", "param": None,
+            "code": status}  # fmt: skip

@@ -1,0 +1,182 @@
+"""What we read from a client's body, what we refuse before any worker is asked, and why.
+
+Refusals are made early on purpose. The prefill leg is sent with its output capped and its extras taken off, so a
+mistake in those fields would come to light at decode, when a prefill worker already holds blocks for it.
+Everything else is the worker's to judge, and fields we do not know pass untouched.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from envelope.errors import BadRequest
+from envelope.formats import Format
+from envelope.sampling import OUTPUT_CAPS
+
+if TYPE_CHECKING:
+    from envelope.json_codec import Json
+
+_INT64 = 2**63
+_SALT_LENGTH = 128
+_SALT_REFUSED = "@/\\\0"
+_MEDIA_PARTS = ("image_url", "input_audio", "audio_url", "video_url", "image", "audio", "video", "image_pil")
+
+
+def check(api: Format, body: Any) -> Json:
+    """Return the body of a client's request, checked.
+
+    Raises:
+        BadRequest: naming the field, and what to write instead.
+    """
+    if not isinstance(body, dict):
+        raise BadRequest("the request body must be a JSON object")
+    _check_flag(body, "stream")
+    _check_salt(body)
+    if api is Format.GENERATE:
+        _check_generate(body)
+        _check_generation(body["sampling_params"], ("max_tokens",), where="sampling_params.")
+    else:
+        _check_generation(body, OUTPUT_CAPS[api])
+    if api is Format.CHAT:
+        _check_chat(body)
+    if api is Format.COMPLETIONS:
+        _check_completions(body)
+    return body
+
+
+def prompt_token_ids(api: Format, body: Json) -> list[int] | None:
+    """Return the prompt of a client who tokenized it, or None when it is still text."""
+    if api is Format.GENERATE:
+        return body["token_ids"]  # type: ignore[no-any-return]
+    if api is not Format.COMPLETIONS:
+        return None
+    prompt = single_prompt(body)
+    return prompt if isinstance(prompt, list) else None
+
+
+def single_prompt(body: Json) -> str | list[int] | None:
+    """Return the one prompt of a completions request: text, or token ids; None when there is none."""
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)):
+        prompt = prompt[0]
+    return prompt if isinstance(prompt, (str, list)) and prompt else None
+
+
+def has_media(body: Json) -> bool:
+    """Say whether a chat, responses or messages body holds anything but text."""
+    return first_media(body) is not None
+
+
+def first_media(body: Json) -> str | None:
+    """Return the path of the first media part, such as ``messages[0].content[1] (image_url)``, or None."""
+    for i, part_type in _parts(body):
+        if part_type in _MEDIA_PARTS or part_type in ("input_image", "input_file", "file", "document"):
+            return f"{i} ({part_type})"
+    return None
+
+
+def choices(api: Format, body: Json) -> int:
+    """Return how many answers a client asked for (``n``); 1 where it did not say."""
+    source = body["sampling_params"] if api is Format.GENERATE else body
+    return source.get("n") or 1
+
+
+def wants_prompt_logprobs(api: Format, body: Json) -> bool:
+    """Say whether the answer needs values that only a worker that computes the prompt itself can give."""
+    source = body["sampling_params"] if api is Format.GENERATE else body
+    return source.get("prompt_logprobs") is not None or bool(body.get("echo"))
+
+
+def _check_flag(body: Json, name: str) -> None:
+    if body.get(name) is not None and not isinstance(body[name], bool):
+        raise BadRequest(f"{name} must be true or false, not {_shown(body[name])}", param=name)
+
+
+def _check_generation(source: Json, caps: tuple[str, ...], where: str = "") -> None:
+    for name in caps:
+        _check_count(source, name, where, least=1)
+    _check_count(source, "n", where, least=1)
+    _check_count(source, "min_tokens", where, least=0)
+    cap = next((source[name] for name in caps if source.get(name) is not None), None)
+    if cap is not None and (source.get("min_tokens") or 0) > cap:
+        raise BadRequest(
+            f"{where}min_tokens is {source['min_tokens']}, above the output cap of {cap}; lower it or raise the cap",
+            param=f"{where}min_tokens",
+        )
+
+
+def _check_count(source: Json, name: str, where: str, *, least: int) -> None:
+    value = source.get(name)
+    if value is None:
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value < _INT64:
+        raise BadRequest(
+            f"{where}{name} must be an integer of at least {least}, not {_shown(value)}", param=where + name
+        )
+
+
+def _check_salt(body: Json) -> None:
+    salt = body.get("cache_salt")
+    if salt is None:
+        return
+    if not isinstance(salt, str) or not 1 <= len(salt) <= _SALT_LENGTH or any(c in salt for c in _SALT_REFUSED):
+        raise BadRequest(
+            f"cache_salt must be a string of 1 to {_SALT_LENGTH} characters without '@', '/', '\\' or NUL",
+            param="cache_salt",
+        )
+
+
+def _check_chat(body: Json) -> None:
+    if body.get("stream_options") is not None and not body.get("stream"):
+        raise BadRequest("stream_options needs stream: true; leave it out or ask for a stream", param="stream_options")
+    if body.get("top_logprobs") is not None and not body.get("logprobs"):
+        raise BadRequest("top_logprobs needs logprobs: true", param="top_logprobs")
+
+
+def _check_completions(body: Json) -> None:
+    if body.get("stream_options") is not None and not body.get("stream"):
+        raise BadRequest("stream_options needs stream: true; leave it out or ask for a stream", param="stream_options")
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and len(prompt) > 1 and isinstance(prompt[0], (str, list)):
+        raise BadRequest(
+            f"prompt holds {len(prompt)} prompts; a prefill is handed to one decode, so send one request per prompt",
+            param="prompt",
+        )
+    ids = single_prompt(body)
+    if isinstance(ids, list):
+        _check_token_ids(ids, "prompt")
+
+
+def _check_generate(body: Json) -> None:
+    if not isinstance(body.get("token_ids"), list) or not body["token_ids"]:
+        raise BadRequest("token_ids must be a non-empty list of token ids", param="token_ids")
+    _check_token_ids(body["token_ids"], "token_ids")
+    if not isinstance(body.get("sampling_params"), dict):
+        raise BadRequest("sampling_params must be an object; {} takes the defaults", param="sampling_params")
+    mode = body.get("output_mode")
+    if mode not in (None, "tokens", "text", "derender"):
+        raise BadRequest(f"output_mode must be tokens, text or derender, not {_shown(mode)}", param="output_mode")
+
+
+def _check_token_ids(ids: list[Any], name: str) -> None:
+    # A set of types looks at every item in C; a Python loop over a long prompt would stall other requests.
+    if set(map(type, ids)) != {int} or min(ids) < 0:
+        raise BadRequest(f"{name} must hold token ids: integers of at least 0, and nothing else", param=name)
+
+
+def _parts(body: Json) -> list[tuple[str, str]]:
+    """List the typed content parts of a body as (path, type)."""
+    found: list[tuple[str, str]] = []
+    for key in ("messages", "input"):
+        messages = body.get(key)
+        for i, message in enumerate(messages if isinstance(messages, list) else ()):
+            content = message.get("content") if isinstance(message, dict) else None
+            for j, part in enumerate(content if isinstance(content, list) else ()):
+                if isinstance(part, dict) and isinstance(part.get("type"), str):
+                    found.append((f"{key}[{i}].content[{j}]", part["type"]))
+    return found
+
+
+def _shown(value: Any) -> str:
+    text = repr(value) if not isinstance(value, str) else f'"{value}"'
+    return text if len(text) <= 60 else text[:57] + "..."

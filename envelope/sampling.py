@@ -1,0 +1,118 @@
+"""Any API's generation fields -> the ``sampling_params`` of the generate route.
+
+Render does this for whole requests. Two things are left to us: a prompt that is tokenized already never sees the
+renderer, and a renderer leaves out what equals the engine's default, also where absence means something else on the
+generate route.
+
+Source: vLLM ``SamplingParams``; the ``to_sampling_params`` of its chat and completion requests.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from envelope.formats import Format
+
+if TYPE_CHECKING:
+    from envelope.json_codec import Json
+
+# Fields that have one name and one meaning everywhere.
+_SAME_NAME = (
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "seed",
+    "stop_token_ids",
+    "ignore_eos",
+    "min_tokens",
+    "prompt_logprobs",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "include_stop_str_in_output",
+    "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
+    "logprob_token_ids",
+    "thinking_token_budget",
+    "repetition_detection",
+    "structured_outputs",
+)
+
+# The output cap, in the order in which an API reads its own names for it.
+OUTPUT_CAPS: dict[Format, tuple[str, ...]] = {
+    Format.CHAT: ("max_completion_tokens", "max_tokens"),
+    Format.COMPLETIONS: ("max_tokens",),
+    Format.RESPONSES: ("max_output_tokens",),
+    Format.MESSAGES: ("max_tokens",),
+}
+
+# The engine's default. A renderer drops a field that equals it, so a cap of exactly 16 vanishes.
+ENGINE_MAX_TOKENS = 16
+
+
+def client_sampling(api: Format, body: Json) -> Json:
+    """Return what a client's body says about generation, in the engine's names; null counts as absent."""
+    params = {name: body[name] for name in _SAME_NAME if body.get(name) is not None}
+    stop = body.get("stop_sequences") if api is Format.MESSAGES else body.get("stop")
+    if stop is not None:
+        params["stop"] = [stop] if isinstance(stop, str) else stop
+    if (logprobs := _logprobs(api, body)) is not None:
+        params["logprobs"] = logprobs
+    if "structured_outputs" not in params and (constraint := _structured(body.get("response_format"))):
+        params["structured_outputs"] = constraint
+    if isinstance(body.get("vllm_xargs"), dict) and body["vllm_xargs"]:
+        params["extra_args"] = body["vllm_xargs"]
+    if (cap := output_cap(api, body)) is not None:
+        params["max_tokens"] = cap
+    return params
+
+
+def output_cap(api: Format, body: Json) -> Any:
+    """Return the cap on output tokens that a client's body means, or None where it means "the rest".
+
+    Completions has a default of its own, 16, which null means as well.
+    """
+    for name in OUTPUT_CAPS.get(api, ()):
+        if body.get(name) is not None:
+            return body[name]
+    return ENGINE_MAX_TOKENS if api is Format.COMPLETIONS else None
+
+
+def complete(rendered: Json, api: Format, body: Json) -> Json:
+    """Return a renderer's ``sampling_params`` with what it left out put back.
+
+    What the renderer resolved always wins: it knows the model's defaults and has clamped the cap to the context.
+    """
+    whole = {**client_sampling(api, body), **{key: value for key, value in rendered.items() if value is not None}}
+    if "max_tokens" not in whole and "output_kind" in rendered:
+        # vLLM's Python renderer always resolves a cap, so here it was 16. The Rust one resolves none, and fills no
+        # output_kind: there, absence is what the client meant.
+        whole["max_tokens"] = ENGINE_MAX_TOKENS
+    return whole
+
+
+def _logprobs(api: Format, body: Json) -> Any:
+    """Chat says ``logprobs: true`` and ``top_logprobs: k``; completions says ``logprobs: k``."""
+    value = body.get("logprobs")
+    if api is not Format.CHAT:
+        return value
+    return (body.get("top_logprobs") or 0) if value is True else None
+
+
+def _structured(response_format: Any) -> Json | None:
+    if not isinstance(response_format, dict):
+        return None
+    kind = response_format.get("type")
+    if kind == "json_object":
+        return {"json_object": True}
+    if kind == "json_schema":
+        schema = response_format.get("json_schema")
+        return {"json": schema.get("schema")} if isinstance(schema, dict) else None
+    if kind == "structural_tag":
+        return {"structural_tag": response_format}
+    return None

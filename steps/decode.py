@@ -1,0 +1,125 @@
+"""decode: the leg whose answer the client gets. Sets ``ctx.answer``.
+
+In the client's own format the answer passes through. In generate format the worker is asked for an ``output_mode``,
+must echo it, and its answer is rebuilt into the client's envelope where the file says so.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import Field, field_validator
+
+from coordinator.context import Answer
+from coordinator.step import Leg, PlanRow, Reply
+from envelope.errors import LegFailed
+from envelope.formats import PATHS, Format, leg_format
+from envelope.generate import asked_mode, check_echo, check_first_echo
+from envelope.kv_transfer import KV_CONNECTORS
+from envelope.legs import decode_for_generate_client, decode_generate, decode_openai
+from steps.params import LegParams
+from steps.prompt import prompt_ids
+
+if TYPE_CHECKING:
+    from coordinator.context import RequestContext
+    from coordinator.step import PipelineSettings, Upstream
+    from envelope.json_codec import Json
+
+WRAPPABLE = ("chat", "completions", "responses", "messages")
+
+
+class Params(LegParams):
+    use_openai_format: bool | None = Field(
+        default=None, description="wire format of this leg; unset inherits pipeline.use_openai_format"
+    )
+    kv_connector: str | None = Field(default=None, description="overrides pipeline.kv_connector for this step")
+    output_mode: Literal["text", "derender"] = Field(
+        default="text", description="what a worker returns beside the tokens when the leg is in generate format"
+    )
+    wrap_chat_completion: bool = Field(
+        default=False, description="rebuild the chat envelope for /v1/chat/completions clients"
+    )
+    send_prompt_token_ids: bool = Field(
+        default=False, description="in OpenAI format, give the worker render's tokens so that it need not tokenize"
+    )
+
+    @field_validator("output_mode", mode="before")
+    @classmethod
+    def _known_mode(cls, value: Any) -> Any:
+        if value == "tokens":
+            raise ValueError("tokens would answer clients with ids and no text; write text or derender")
+        return value
+
+    @property
+    def wrapped(self) -> frozenset[Format]:
+        """The APIs whose envelope is rebuilt."""
+        return frozenset((Format.CHAT,)) if self.wrap_chat_completion else frozenset()
+
+
+class Decode:
+    """Generate the answer, from prefill's hand-over where there is one."""
+
+    type: ClassVar[str] = "decode"
+    role: ClassVar[str] = "decode"
+
+    def __init__(self, params: Params, settings: PipelineSettings) -> None:
+        self.params = params
+        self._openai = settings.use_openai_format if params.use_openai_format is None else params.use_openai_format
+        self._kv = KV_CONNECTORS[params.kv_connector] if params.kv_connector else settings.kv
+        self._limits = params.limits()
+
+    async def run(self, ctx: RequestContext, upstream: Upstream) -> str:
+        fmt = leg_format(ctx.api, self._openai)
+        body = self._body(ctx, fmt)
+        leg = Leg(self.type, self.role, PATHS[fmt], body, self._limits)
+        mode = asked_mode(body) if fmt is Format.GENERATE else None
+        if body.get("stream"):
+            await self._stream(ctx, upstream, leg, fmt, mode)
+        else:
+            await self._whole(ctx, upstream, leg, fmt, mode)
+        return "ok"
+
+    def plan(self, api: Format) -> PlanRow:
+        fmt = leg_format(api, self._openai)
+        return PlanRow(api, self.type, self.role, fmt, PATHS[fmt], self._notes(api, fmt))
+
+    def _body(self, ctx: RequestContext, fmt: Format) -> Json:
+        if fmt is not Format.GENERATE:
+            token_ids = prompt_ids(ctx) if self.params.send_prompt_token_ids else None
+            return decode_openai(fmt, ctx.body, ctx.handover, token_ids)
+        if ctx.api is Format.GENERATE:
+            return decode_for_generate_client(ctx.body, ctx.handover)
+        assert ctx.rendered is not None, "the registry lets no tokens-in decode start without a render step"
+        return decode_generate(
+            ctx.rendered,
+            self.params.output_mode,
+            ctx.handover,
+            stream=ctx.stream,
+            stream_options=ctx.body.get("stream_options"),
+        )
+
+    async def _whole(self, ctx: RequestContext, upstream: Upstream, leg: Leg, fmt: Format, mode: str | None) -> None:
+        reply = await upstream.post_json(ctx, leg)
+        if mode is not None:
+            check_echo(self.type, mode, reply.body)
+        ctx.answer = Answer(reply.raw, fmt, self._wraps(ctx, fmt), reply.headers, reply.body)
+
+    async def _stream(self, ctx: RequestContext, upstream: Upstream, leg: Leg, fmt: Format, mode: str | None) -> None:
+        live = await upstream.stream(ctx, leg)
+        if isinstance(live, Reply):
+            raise LegFailed(self.type, "the worker was asked for a stream and answered with one JSON body")
+        # On the context first: whatever happens next, the server closes what the context holds.
+        ctx.answer = Answer(live, fmt, self._wraps(ctx, fmt), live.headers)
+        if mode is not None:
+            check_first_echo(self.type, mode, live.first_event)
+
+    def _wraps(self, ctx: RequestContext, fmt: Format) -> bool:
+        return fmt is Format.GENERATE and ctx.api in self.params.wrapped
+
+    def _notes(self, api: Format, fmt: Format) -> tuple[str, ...]:
+        if fmt is not Format.GENERATE:
+            return ("the worker's answer passes through",)
+        if api is Format.GENERATE:
+            return ("output_mode is the client's own",)
+        rebuilt = f"rebuilt as {api}" if api in self.params.wrapped else "the generate envelope passes through"
+        return (f"output_mode {self.params.output_mode}", rebuilt)

@@ -1,0 +1,93 @@
+"""prefill: the prompt is computed on a prefill worker; what it leaves for decode becomes ``ctx.handover``.
+
+The leg is left out, and decode computes the prompt itself, where a hand-over would be wrong or pointless: the client's
+side named no prefill worker (sidecar mode), or the request needs what only the worker that computes the prompt has.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from pydantic import Field
+
+from coordinator.step import Leg, PlanRow
+from envelope.client_request import choices, wants_prompt_logprobs
+from envelope.errors import LegFailed
+from envelope.formats import PATHS, Format, leg_format
+from envelope.kv_transfer import KV_CONNECTORS, HandoverMissing, read_handover
+from envelope.legs import prefill_generate, prefill_openai
+from steps.params import LegParams
+from steps.prompt import prompt_ids
+
+if TYPE_CHECKING:
+    from coordinator.context import RequestContext
+    from coordinator.step import PipelineSettings, Reply, Upstream
+    from envelope.json_codec import Json
+
+
+class Params(LegParams):
+    use_openai_format: bool | None = Field(
+        default=None, description="wire format of this leg; unset inherits pipeline.use_openai_format"
+    )
+    kv_connector: str | None = Field(default=None, description="overrides pipeline.kv_connector for this step")
+    ec_connector: str | None = Field(default=None, description="overrides pipeline.ec_connector for this step")
+    send_prompt_token_ids: bool = Field(
+        default=False, description="in OpenAI format, give the worker render's tokens so that it need not tokenize"
+    )
+
+
+class Prefill:
+    """One output token, unstreamed, with the connector's request to keep the prompt's KV blocks."""
+
+    type: ClassVar[str] = "prefill"
+    role: ClassVar[str] = "prefill"
+
+    def __init__(self, params: Params, settings: PipelineSettings) -> None:
+        self.params = params
+        self._settings = settings
+        self._openai = settings.use_openai_format if params.use_openai_format is None else params.use_openai_format
+        self._kv = KV_CONNECTORS[params.kv_connector] if params.kv_connector else settings.kv
+        self._limits = params.limits()
+
+    async def run(self, ctx: RequestContext, upstream: Upstream) -> str:
+        if reason := self._reason_to_skip(ctx, upstream):
+            self._settings.events.prefill_skipped(reason)
+            return "skipped"
+        fmt = leg_format(ctx.api, self._openai)
+        leg = Leg(self.type, self.role, PATHS[fmt], self._body(ctx, fmt), self._limits)
+        reply = await upstream.post_json(ctx, leg)
+        return self._keep(ctx, reply)
+
+    def plan(self, api: Format) -> PlanRow:
+        fmt = leg_format(api, self._openai)
+        return PlanRow(api, self.type, self.role, fmt, PATHS[fmt], (f"hand-over by {self._kv.name}",))
+
+    def _reason_to_skip(self, ctx: RequestContext, upstream: Upstream) -> str | None:
+        if wants_prompt_logprobs(ctx.api, ctx.body):
+            return "prompt_logprobs"  # decode computes the whole prompt for these, whatever it is handed
+        if self._kv.single_reader and choices(ctx.api, ctx.body) > 1:
+            return "n"  # several engine requests would read blocks that the first of them frees
+        if not upstream.serves(ctx, self.role):
+            return "no_worker_named"
+        return None
+
+    def _body(self, ctx: RequestContext, fmt: Format) -> Json:
+        if fmt is Format.GENERATE:
+            return prefill_generate(ctx.rendered or ctx.body, self._kv.prefill)
+        token_ids = prompt_ids(ctx) if self.params.send_prompt_token_ids else None
+        return prefill_openai(fmt, ctx.body, self._kv.prefill, token_ids)
+
+    def _keep(self, ctx: RequestContext, reply: Reply) -> str:
+        try:
+            ctx.handover = read_handover(self._kv, reply.body)
+        except HandoverMissing as missing:
+            policy = self._settings.on_missing_handover
+            self._settings.events.handover_missing(missing.reason, policy)
+            if policy == "decode_alone":
+                return "handover_missing"
+            raise LegFailed(
+                self.type,
+                f"the worker left nothing for decode to fetch: {missing}. Does it run with the KV connector that "
+                f"{self._kv.name} stands for, as a producer?",
+            ) from missing
+        return "ok"

@@ -1,0 +1,100 @@
+"""render: client body -> token ids, sampling_params, features, parse_context.
+
+Sets ``ctx.rendered``, the generate request behind the client's own. A prompt that is tokenized already (a completions
+token array, a generate client) needs no renderer; the limits hold for it all the same.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import Field
+
+from coordinator.step import Leg, LegLimits, PlanRow
+from coordinator.units import BaseUrl, Duration
+from envelope.client_request import prompt_token_ids
+from envelope.errors import BadRequest, LegFailed
+from envelope.formats import RENDER_PATHS, Format
+from envelope.kv_transfer import without_transfer_params
+from envelope.legs import from_render, from_token_prompt
+from steps.params import StepParams
+
+if TYPE_CHECKING:
+    from coordinator.context import RequestContext
+    from coordinator.step import PipelineSettings, Upstream
+    from envelope.json_codec import Json
+
+
+class Params(StepParams):
+    """llm-d's parameters of the render step."""
+
+    address: BaseUrl = Field(description="the render service, as http://host:port")
+    timeout: Duration = Field(default=30.0, description="one render call; 0 is no limit")
+    max_idle_conns_per_host: int = Field(default=100, ge=1, description="keep-alive connections kept open")
+    idle_conn_timeout: Duration = Field(default=90.0, description="how long an idle connection is kept")
+    max_total_tokens: int = Field(default=0, ge=0, description="longest prompt in tokens; 0 is no limit")
+    max_total_placeholder_tokens: int = Field(
+        default=0, ge=0, description="most placeholder tokens of media in a prompt; 0 is no limit"
+    )
+
+
+class Render:
+    """Ask the render service for the tokens of a text prompt, and check what came back against the limits."""
+
+    type: ClassVar[str] = "render"
+    role: ClassVar[str] = "render"
+
+    def __init__(self, params: Params, settings: PipelineSettings) -> None:
+        self.params = params
+        self._limits = LegLimits(request_s=params.timeout or None)
+
+    async def run(self, ctx: RequestContext, upstream: Upstream) -> str:
+        if ctx.api is Format.GENERATE:
+            ctx.rendered, outcome = ctx.body, "skipped"
+        elif prompt_token_ids(ctx.api, ctx.body) is not None:
+            ctx.rendered, outcome = from_token_prompt(ctx.api, ctx.body), "skipped"
+        else:
+            ctx.rendered, outcome = await self._ask(ctx, upstream), "ok"
+        self._check_limits(ctx.rendered)
+        return outcome
+
+    def plan(self, api: Format) -> PlanRow:
+        path = RENDER_PATHS.get(api)
+        if path is None:
+            return PlanRow(api, self.type, self.role, None, None, ("no call: the client sends token ids",))
+        notes = ("no call for a token-array prompt",) if api is Format.COMPLETIONS else ()
+        return PlanRow(api, self.type, self.role, api, path, notes)
+
+    async def _ask(self, ctx: RequestContext, upstream: Upstream) -> Json:
+        # The answer's stream fields follow the client's, so the body goes as it is.
+        leg = Leg(self.type, self.role, RENDER_PATHS[ctx.api], ctx.body, self._limits)
+        reply = await upstream.post_json(ctx, leg)
+        return from_render(self._one_prompt(reply.body), ctx.api, ctx.body)
+
+    def _one_prompt(self, answer: Any) -> Json:
+        """Return the one rendered prompt; the completions route answers with a list of them."""
+        if isinstance(answer, list) and len(answer) == 1:
+            answer = answer[0]
+        if not isinstance(answer, dict) or not _are_token_ids(answer.get("token_ids")):
+            raise LegFailed(self.type, "the render service's answer has no token_ids; is it a vLLM render route?")
+        return without_transfer_params(answer)
+
+    def _check_limits(self, rendered: Json) -> None:
+        tokens, most = len(rendered["token_ids"]), self.params.max_total_tokens
+        if most and tokens > most:
+            raise BadRequest(f"the prompt has {tokens} tokens; at most {most} are accepted here", param="messages")
+        placeholders, most = _placeholder_tokens(rendered), self.params.max_total_placeholder_tokens
+        if most and placeholders > most:
+            raise BadRequest(
+                f"the media of this request take {placeholders} tokens; at most {most} are accepted here",
+                param="messages",
+            )
+
+
+def _are_token_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and set(map(type, value)) == {int}
+
+
+def _placeholder_tokens(rendered: Json) -> int:
+    by_modality = (rendered.get("features") or {}).get("mm_placeholders") or {}
+    return sum(int(span["length"]) for spans in by_modality.values() for span in spans)
