@@ -29,13 +29,14 @@ class Events:
         max_event_bytes: the largest event, finished or not, that is taken.
     """
 
-    __slots__ = ("_last", "_max", "_parts", "_size")
+    __slots__ = ("_comments", "_last", "_max", "_parts", "_size")
 
     def __init__(self, max_event_bytes: int = MAX_EVENT_BYTES) -> None:
         self._max = max_event_bytes
         self._parts: list[bytes] = []  # of the unfinished event; joined once, so small reads stay linear
         self._size = 0
         self._last = b""
+        self._comments = True  # what is held may be whole comment lines
 
     @property
     def unfinished(self) -> bool:
@@ -70,7 +71,7 @@ class Events:
         block = b"".join(self._parts)
         if len(block) > self._max and any(len(event) > self._max for event in split(block)):
             raise EventTooLarge(f"an event is larger than {self._max} bytes")
-        self._parts, self._size, self._last = [], 0, b""
+        self._clear()
         return block + self._keep(data[end:]) if end < len(data) else block
 
     def _keep(self, data: bytes) -> bytes:
@@ -79,20 +80,22 @@ class Events:
         self._parts.append(data)
         self._size += len(data)
         self._last = data[-1:]
-        if self._parts[0][:1] == b":" and self._last in b"\r\n":
-            return self._heartbeat()
         if self._size > self._max:
             raise EventTooLarge(f"an event is larger than {self._max} bytes")
-        return b""
+        return self._heartbeat() if self._comments and self._last in b"\r\n" else b""
 
     def _heartbeat(self) -> bytes:
-        # A comment line is there to be seen at once: it does not wait for the event that follows it.
+        # A comment line is there to be seen at once: it does not wait for the event that follows it. Nor does
+        # the LF of a CRLF that was cut in two after an event's end.
         held = b"".join(self._parts)
-        if not _only_comments(held):
-            self._parts = [held]
+        self._comments = held[:1] in b":\r\n" and _only_comments(held)
+        if not self._comments:
             return b""
-        self._parts, self._size, self._last = [], 0, b""
+        self._clear()
         return held
+
+    def _clear(self) -> None:
+        self._parts, self._size, self._last, self._comments = [], 0, b"", True
 
 
 def split(block: bytes) -> list[bytes]:
