@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ FOLDERS = {
     "no_parser": Format.CHAT,
 }
 WHOLE = [(path, FOLDERS[path.parent.name]) for path in sorted(RECORDINGS.rglob("*.sse")) if path.parent.name in FOLDERS]
+
+NO_TEXT = {"messages_stop_sequence_stream"}  # its stop sequence is the first thing that was generated
 
 DONE = b"data: [DONE]\n\n"
 ROLE = {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}]}
@@ -50,7 +53,7 @@ def test_recorded_streams_are_relayed_byte_for_byte(path: Path, api: Format) -> 
     for size in (len(raw), 1, 13):
         shape = PassThrough(api, strip_transfer_params=True)
         assert relayed(shape, *(raw[at : at + size] for at in range(0, len(raw), size))) == raw
-        assert shape.content_seen
+        assert shape.content_seen is (path.stem not in NO_TEXT)
         assert shape.error is None
 
 
@@ -204,7 +207,9 @@ def test_the_handover_is_taken_out_and_nothing_else_is_touched() -> None:
     shape = PassThrough(Format.CHAT, strip_transfer_params=True)
     first = b'data:{"choices": [{"index": 0, "delta": {"content": "a"}}]}\r\n\r\n'
     out = shape.feed(first + ev(null) + ev(last))
-    assert out == first + ev(null) + ev({**last, "kv_transfer_params": None}).replace("é".encode(), "é".encode())
+    untouched = first + ev(null)
+    assert out.startswith(untouched)
+    assert json.loads(out[len(untouched) + 6 :]) == {**last, "kv_transfer_params": None}
     assert PassThrough(Format.CHAT).feed(ev(last)) == ev(last)
 
 
@@ -269,5 +274,5 @@ def test_any_text_any_line_end_any_cut(texts: list[str], end: bytes, cuts: list[
     raw = (b"".join(ev(delta(content=text)) for text in texts) + DONE).replace(b"\n", end)
     edges = [0, *sorted(cuts), len(raw)]
     shape = PassThrough(Format.CHAT)
-    assert relayed(shape, *(raw[a:b] for a, b in zip(edges, edges[1:], strict=False))) == raw
+    assert relayed(shape, *(raw[a:b] for a, b in pairwise(edges))) == raw
     assert shape.content_seen is any(texts)
