@@ -1,0 +1,37 @@
+"""Simulated vLLM workers: the fleet behind ``coordinator demo``, and the fixture of the flow tests.
+
+They speak the protocol of vLLM 0.33.0 strictly, from what real servers answered, and share no code with
+``envelope``: a mistake there does not meet its mirror image here.
+
+=====================  ======================================================================================
+``fleet``, ``worker``  the servers: sockets, routes, what they received
+``writer``, ``faults`` how an answer is written, and everything that can go wrong with that
+``render``, ``generate``, ``chat``, ``completions``, ``responses``, ``messages``  one route family each
+``prompts``            an OpenAI request -> token ids and sampling parameters
+``schema``, ``generate_request``, ``sampling``, ``refusals``  what is refused, in vLLM's words
+``core``, ``handover`` admission, pacing, aborts; KV blocks that one worker leaves and another reads once
+``engine``, ``replies``, ``tokenizer``, ``logprobs``, ``parsers``  the model and its text
+=====================  ======================================================================================
+
+Needs the ``demo`` extra: ``pip install 'pd-coordinator[demo]'``.
+"""
+
+from coordinator.sim.answers import Received
+from coordinator.sim.faults import ABSENT, Behaviour, Canned, Fault
+from coordinator.sim.fleet import SimFleet
+from coordinator.sim.handover import HandoverStore, Violation
+from coordinator.sim.settings import Settings
+from coordinator.sim.worker import SimWorker
+
+__all__ = [
+    "ABSENT",
+    "Behaviour",
+    "Canned",
+    "Fault",
+    "HandoverStore",
+    "Received",
+    "Settings",
+    "SimFleet",
+    "SimWorker",
+    "Violation",
+]

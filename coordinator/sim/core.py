@@ -1,0 +1,256 @@
+"""One server's engine core: admits requests, paces them, aborts them, hands KV over, and counts.
+
+Everything here is what the routes share; what an answer looks like is theirs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from coordinator.sim import engine, tokenizer
+from coordinator.sim.engine import Output, Step
+from coordinator.sim.handover import BLOCK_SIZE, BadHandover, HandoverStore
+from coordinator.sim.refusals import Refusal, failed
+from coordinator.sim.sampling import check_engine_limits
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping, Sequence
+
+    from coordinator.sim.sampling import Sampling
+    from coordinator.sim.settings import Settings
+
+# How many tokens are made between two looks at the clients, when no token interval is set.
+_BREATH = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One engine request.
+
+    Attributes:
+        id: the id by which it can be aborted.
+        kv_params: the transfer params that the connector gets to see.
+        itl_s: seconds between two tokens.
+        prompt_checked: the renderer has already looked at the prompt's length.
+    """
+
+    id: str
+    prompt_ids: Sequence[int]
+    sampling: Sampling
+    kv_params: Mapping[str, Any] | None = None
+    cache_salt: str | None = None
+    itl_s: float = 0.0
+    tokens_per_step: int = 1
+    prompt_checked: bool = False
+    dp_rank: str | None = None
+
+
+@dataclass(slots=True)
+class Core:
+    settings: Settings
+    store: HandoverStore
+    engine_id: str
+    port: int = 0
+    dead: bool = False
+    running: dict[str, list[Generation]] = field(default_factory=dict)
+    prompt_tokens: Counter[str] = field(default_factory=Counter)
+    finished: Counter[str] = field(default_factory=Counter)
+    generated: int = 0
+    _cached_blocks: set[int] = field(default_factory=set)
+
+    def admit(self, job: Job) -> Generation:
+        """Check a job as the engine does and queue it.
+
+        Raises:
+            Refusal: late where a stream would already be open.
+        """
+        if self.dead:
+            raise failed("The server had an error while processing your request.")
+        if job.dp_rank is not None and job.dp_rank.isdecimal() and int(job.dp_rank) > 0:
+            raise Refusal(f"data_parallel_rank {job.dp_rank} is out of range [0, 1).", late=True)
+        self._check_prompt(job)
+        check_engine_limits(job.sampling, vocab_size=tokenizer.VOCAB_SIZE, max_logprobs=self.settings.max_logprobs)
+        return Generation(self, job)
+
+    def abort(self, ids: Sequence[str]) -> None:
+        for id in ids:
+            for generation in self.running.get(id, []):
+                generation.aborted.set()
+
+    @property
+    def running_count(self) -> int:
+        return sum(map(len, self.running.values()))
+
+    def cached_tokens(self, job: Job) -> int:
+        """Return how many tokens of the prompt's start are in the prefix cache, and put the prompt there."""
+        cached = 0
+        for end in range(BLOCK_SIZE, len(job.prompt_ids) + 1, BLOCK_SIZE):
+            block = hash((job.cache_salt, tuple(job.prompt_ids[:end])))
+            if block in self._cached_blocks and cached == end - BLOCK_SIZE and end < len(job.prompt_ids):
+                cached = end
+            self._cached_blocks.add(block)
+        return cached
+
+    def _check_prompt(self, job: Job) -> None:
+        outside = [id for id in job.prompt_ids if id >= tokenizer.VOCAB_SIZE]
+        if outside:
+            raise Refusal(f"Token id {max(outside)} is out of vocabulary", late=True)
+        limit, length = self.settings.max_model_len, len(job.prompt_ids)
+        if job.prompt_checked or length < limit:
+            return
+        advice = "Make sure that `max_model_len` is no smaller than the number of text tokens"
+        if length > limit:
+            raise Refusal(
+                f"The decoder prompt (length {length}) is longer than the maximum model length of {limit}. {advice}.",
+                late=True,
+            )
+        raise Refusal(
+            f"The decoder prompt (length {length}) plus the number of requested output tokens (at least 1) is longer "
+            f"than the maximum model length of {limit}. {advice} (prompt + requested output tokens).",
+            late=True,
+        )
+
+
+class Generation:
+    """An admitted job. Iterate ``rounds`` once; then ``handover`` is what the connector returned.
+
+    Attributes:
+        cached: tokens of the prompt that were not computed here.
+    """
+
+    def __init__(self, core: Core, job: Job) -> None:
+        self.job = job
+        self.aborted = asyncio.Event()
+        self.handover: dict[str, Any] | None = None
+        self.cached = 0
+        self._core = core
+        self._reasons: list[str] = []
+
+    async def rounds(self) -> AsyncIterator[list[Step]]:
+        """
+        Raises:
+            Refusal: 500, when the KV cannot be loaded.
+        """
+        siblings = self._core.running.setdefault(self.job.id, [])
+        siblings.append(self)
+        try:
+            wrong = self._load()
+            async for steps in self._paced(wrong_kv=wrong):
+                for step in steps:
+                    self._count(step)
+                if self._done:
+                    self._hand_over()
+                yield steps
+        finally:
+            siblings.remove(self)
+            if not siblings:
+                self._core.running.pop(self.job.id, None)
+
+    async def outputs(self) -> list[Output]:
+        """Run to the end and put each choice together."""
+        outputs = [Output(index) for index in range(self.job.sampling.n)]
+        async for steps in self.rounds():
+            for step in steps:
+                outputs[step.index].add(step)
+        return outputs
+
+    @property
+    def _done(self) -> bool:
+        return len(self._reasons) == self.job.sampling.n
+
+    async def _paced(self, *, wrong_kv: bool) -> AsyncIterator[list[Step]]:
+        job = self.job
+        vocabulary = tokenizer.load()
+        interval = job.sampling.stream_interval or job.tokens_per_step
+        waiting: dict[int, Step] = {}
+        open_choices = set(range(job.sampling.n))
+        for count, steps in enumerate(engine.run(vocabulary, job.prompt_ids, job.sampling, wrong_kv=wrong_kv)):
+            await self._wait(count)
+            if self.aborted.is_set():
+                yield [
+                    _merged(waiting.get(index), Step(index, [], "", finish_reason="abort"))
+                    for index in sorted(open_choices)
+                ]
+                return
+            for step in steps:
+                waiting[step.index] = _merged(waiting.get(step.index), step)
+                if step.finish_reason is not None:
+                    open_choices.discard(step.index)
+            ready = [
+                index
+                for index, step in waiting.items()
+                if count == 0 or step.finish_reason is not None or len(step.token_ids) >= interval
+            ]
+            if ready:
+                yield [waiting.pop(index) for index in sorted(ready)]
+
+    async def _wait(self, count: int) -> None:
+        if self.job.itl_s and count:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.aborted.wait(), self.job.itl_s)
+        elif count % _BREATH == _BREATH - 1:
+            await asyncio.sleep(0)
+
+    def _load(self) -> bool:
+        """Get the prompt's KV, from the connector or by computing; say whether it is another prompt's."""
+        core, job = self._core, self.job
+        self.cached = core.cached_tokens(job)
+        params = job.kv_params or {}
+        wrong = False
+        if core.settings.connector and params.get("do_remote_prefill"):
+            try:
+                core.store.fetch(params, job.prompt_ids, engine_id=core.engine_id)
+            except BadHandover as error:
+                core.dead = error.kills and core.settings.die_of_bad_kv
+                if error.kills:
+                    raise failed("The server had an error while processing your request.") from error
+                if core.settings.strict_kv or error.violation.reason == "own_engine":
+                    raise failed() from error
+                wrong = True
+            core.prompt_tokens["external_kv_transfer"] += len(job.prompt_ids) - self.cached
+            core.prompt_tokens["local_cache_hit"] += self.cached
+            self.cached = params.get("remote_prefill_cached_tokens") or 0
+        else:
+            core.prompt_tokens["local_compute"] += len(job.prompt_ids) - self.cached
+            core.prompt_tokens["local_cache_hit"] += self.cached
+        return wrong
+
+    def _hand_over(self) -> None:
+        """Keep the blocks for a decode, if that was asked for and every choice ended by itself."""
+        core, job = self._core, self.job
+        asked = bool(job.kv_params and job.kv_params.get("do_remote_decode"))
+        if not (asked and core.settings.connector and job.sampling.n == 1 and self._reasons != ["abort"]):
+            return
+        self.handover = core.store.register(
+            engine_id=core.engine_id,
+            request_id=f"{job.id}-{secrets.token_hex(4)}",
+            token_ids=job.prompt_ids,
+            host="127.0.0.1",
+            port=core.port,
+            cached=self.cached,
+        )
+
+    def _count(self, step: Step) -> None:
+        self._core.generated += len(step.token_ids)
+        if step.finish_reason is not None:
+            self._reasons.append(step.finish_reason)
+            self._core.finished[step.finish_reason] += 1
+
+
+def _merged(before: Step | None, step: Step) -> Step:
+    if before is None:
+        return step
+    logprobs = None if before.logprobs is None else before.logprobs + (step.logprobs or [])
+    return Step(
+        step.index,
+        before.token_ids + step.token_ids,
+        before.text + step.text,
+        logprobs,
+        step.finish_reason,
+        step.stop_reason,
+    )

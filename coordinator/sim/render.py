@@ -1,0 +1,91 @@
+"""The render routes: an OpenAI request in, a generate request out.
+
+Source: recordings ``render/``.
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import TYPE_CHECKING, Any
+
+from coordinator.sim import prompts, tokenizer
+from coordinator.sim.answers import Answer, Call, Whole
+from coordinator.sim.refusals import Refusal
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from coordinator.sim.core import Core
+    from coordinator.sim.prompts import Prepared
+    from coordinator.sim.settings import Settings
+
+
+async def chat(core: Core, call: Call) -> Answer:
+    _check_beam_search(call.body)
+    prepared = prompts.prepare_chat(call.body, core.settings)
+    return Whole(_request(f"chatcmpl-{call.id}", prepared, call.body, core.settings))
+
+
+async def completions(core: Core, call: Call) -> Answer:
+    _check_beam_search(call.body)
+    every = prompts.prepare_completions(call.body, core.settings)
+    ids = [f"cmpl-{call.id}"] if len(every) == 1 else [f"cmpl-{call.id}-{at}" for at in range(len(every))]
+    return Whole([_request(id, prepared, call.body, core.settings) for id, prepared in zip(ids, every, strict=True)])
+
+
+def new_response_id() -> str:
+    return f"resp_{secrets.token_hex(8)}"
+
+
+def _check_beam_search(body: Mapping[str, Any]) -> None:
+    if body.get("use_beam_search"):
+        raise Refusal("Beam search is not supported by the render endpoint")
+
+
+def _request(
+    id: str, prepared: Prepared, body: Mapping[str, Any], settings: Settings, *, parsed: bool = True
+) -> dict[str, Any]:
+    """Return the generate request.
+
+    Args:
+        parsed: the route says how its answer is to be parsed; responses does not.
+    """
+    kwargs = prepared.template_kwargs
+    with_parser = parsed and settings.parsers and prepared.context is not None
+    request: dict[str, Any] = {
+        "request_id": id,
+        "token_ids": prepared.token_ids,
+        "token_offsets": None,
+        "features": None,
+        "content_parts": None,
+        "sampling_params": prepared.sampling.rendered(),
+        "model": settings.model,
+        "reasoning_ended": _reasoning_ended(prepared) if with_parser else None,
+        "reasoning_parser_kwargs": {"chat_template_kwargs": kwargs} if settings.parsers and kwargs else None,
+        "return_token_ids": body.get("return_token_ids"),
+        "output_mode": "tokens",
+    }
+    if body.get("return_token_offsets") and prepared.text is not None:
+        request["token_offsets"] = tokenizer.load().offsets(prepared.text)
+    if settings.parse_context:
+        request["parse_context"] = prepared.context if parsed else None
+    return request | {
+        "stream": bool(body.get("stream")),
+        "stream_options": _stream_options(body.get("stream_options")),
+        "cache_salt": body.get("cache_salt"),
+        "priority": body.get("priority") or 0,
+        "kv_transfer_params": body.get("kv_transfer_params"),
+        "ec_transfer_params": body.get("ec_transfer_params"),
+    }
+
+
+def _reasoning_ended(prepared: Prepared) -> bool:
+    context = prepared.context or {}
+    kwargs = context.get("chat_template_kwargs") or {}
+    return kwargs.get("enable_thinking") is False or context.get("include_reasoning") is False
+
+
+def _stream_options(options: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    if options is None:
+        return None
+    return {"include_usage": False, "continuous_usage_stats": False, **options}

@@ -1,0 +1,282 @@
+"""One simulated vLLM server: a real aiohttp application on an ephemeral loopback port."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import time
+from typing import TYPE_CHECKING, Any, Literal
+
+from aiohttp import web
+
+from coordinator.sim import chat, completions, generate, metrics, render
+from coordinator.sim.answers import Answer, Call, Received, Whole
+from coordinator.sim.core import Core
+from coordinator.sim.faults import Behaviour, Fault
+from coordinator.sim.handover import HandoverStore
+from coordinator.sim.refusals import Refusal, scale_out_off
+from coordinator.sim.schema import parse_object
+from coordinator.sim.settings import Settings
+from coordinator.sim.writer import Reset, misbehave_early, write
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    Route = Callable[[Core, Call], Awaitable[Answer]]
+
+Role = Literal["render", "prefill", "decode"]
+
+_RENDER: dict[str, Route] = {
+    "/v1/chat/completions/render": render.chat,
+    "/v1/completions/render": render.completions,
+}
+_SERVE: dict[str, Route] = {
+    "/inference/v1/generate": generate.generate,
+    "/v1/chat/completions": chat.chat,
+    "/v1/completions": completions.completions,
+}
+_ABORT = "/inference/v1/abort_requests"
+_ROUTES: dict[Role, dict[str, Route]] = {"render": _RENDER, "prefill": _RENDER | _SERVE, "decode": _RENDER | _SERVE}
+_PROBES = ("/health", "/ping", "/v1/models", "/version", "/metrics", "/load")
+_GUARDED = ("/v1", "/inference")
+_SCALE_OUT = ("/inference/v1/generate", _ABORT)
+# What makes two requests the same prompt, for the rule ``seen_before``.
+_PROMPT_FIELDS = ("token_ids", "messages", "prompt", "input", "system", "tools")
+
+
+class SimWorker:
+    """
+    Attributes:
+        received: every request, also those that were refused or that hit a fault.
+        aborted: the requests whose client went away before the answer ended.
+        in_flight: requests that are being answered.
+        behave: its manners; may be changed at any time.
+        core: the engine core, with its counters.
+    """
+
+    def __init__(
+        self,
+        role: Role,
+        *,
+        settings: Settings | None = None,
+        store: HandoverStore | None = None,
+        behave: Behaviour | None = None,
+        engine_id: str | None = None,
+    ) -> None:
+        self.role = role
+        self.behave = behave or Behaviour()
+        self.received: list[Received] = []
+        self.aborted: list[Received] = []
+        self.in_flight = 0
+        self.core = Core(
+            settings or Settings(),
+            store or HandoverStore(),
+            engine_id=engine_id or f"engine-{role}-{secrets.token_hex(4)}",
+        )
+        self._port = 0
+        self._seen: set[str] = set()
+        self._stopping = False
+        self._runner: web.AppRunner | None = None
+        self._site: web.TCPSite | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._port}"
+
+    @property
+    def settings(self) -> Settings:
+        return self.core.settings
+
+    @property
+    def store(self) -> HandoverStore:
+        return self.core.store
+
+    @property
+    def dead(self) -> bool:
+        return self.core.dead
+
+    @property
+    def connections(self) -> int:
+        """How many connections are open."""
+        return len(self._server.connections) if self._runner else 0
+
+    async def start(self) -> None:
+        app = web.Application(client_max_size=1 << 30)
+        app.router.add_route("*", "/{path:.*}", self._handle)
+        # Cancelling a handler is how a client that went away is noticed, also before the first byte.
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
+        await self._runner.setup()
+        await self.accept_connections()
+
+    async def stop(self) -> None:
+        self._stopping = True
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+
+    async def refuse_connections(self) -> None:
+        """Stop listening, as a process that is gone; what is connected is cut."""
+        if self._site is not None:
+            await self._site.stop()
+            self._site = None
+        for connection in self._server.connections:
+            if connection.transport is not None:
+                connection.transport.close()
+
+    async def accept_connections(self) -> None:
+        """Listen, again on the same port if there was one."""
+        assert self._runner is not None, "not started"
+        self._site = web.TCPSite(self._runner, "127.0.0.1", self._port, reuse_address=True)
+        await self._site.start()
+        self._port = self.core.port = self._runner.addresses[0][1]
+
+    @property
+    def _server(self) -> web.Server:
+        assert self._runner is not None
+        assert self._runner.server is not None
+        return self._runner.server
+
+    async def _handle(self, request: web.Request) -> web.StreamResponse:
+        raw = await request.read()
+        received = _received(request, raw)
+        self.received.append(received)
+        self.in_flight += 1
+        try:
+            return await self._respond(request, received)
+        except Reset:
+            return web.Response()
+        except (asyncio.CancelledError, ConnectionError):
+            if not self._stopping:
+                self.aborted.append(received)
+            raise
+        finally:
+            self.in_flight -= 1
+
+    async def _respond(self, request: web.Request, received: Received) -> web.StreamResponse:
+        fault = self.behave.take(received.path, probe=received.path in _PROBES)
+        early = await misbehave_early(request, fault)
+        if early is not None:
+            return early
+        response = await write(request, await self._answer(received, fault), fault)
+        if self.core.dead and not self._stopping:
+            await self.refuse_connections()
+        return response
+
+    async def _answer(self, received: Received, fault: Fault) -> Answer:
+        try:
+            if received.path in _PROBES:
+                return self._probe(received)
+            return await self._route(received, fault)
+        except Refusal as refusal:
+            return Whole(refusal.body(), refusal.status)
+
+    def _probe(self, received: Received) -> Answer:
+        path, model = received.path, self.settings.model
+        if path == "/version":
+            return Whole({"version": self.settings.version})
+        if path == "/load":
+            return Whole({"server_load": 0})
+        if path == "/metrics":
+            return Whole(metrics.exposition(self.core))
+        if path in ("/health", "/ping"):
+            return Whole(None)
+        if not self._has_key(received):
+            return Whole({"error": "Unauthorized"}, 401)
+        created = int(time.time())
+        permission = {
+            "id": f"modelperm-{secrets.token_hex(8)}",
+            "object": "model_permission",
+            "created": created,
+            "allow_create_engine": False,
+            "allow_sampling": True,
+            "allow_logprobs": True,
+            "allow_search_indices": False,
+            "allow_view": True,
+            "allow_fine_tuning": False,
+            "organization": "*",
+            "group": None,
+            "is_blocking": False,
+        }
+        entry = {
+            "id": model,
+            "object": "model",
+            "created": created,
+            "owned_by": "vllm",
+            "root": f"/models/{model}",
+            "parent": None,
+            "max_model_len": self.settings.max_model_len,
+            "permission": [permission],
+        }
+        return Whole({"object": "list", "data": [entry]})
+
+    async def _route(self, received: Received, fault: Fault) -> Answer:
+        path = received.path
+        route = _ROUTES[self.role].get(path)
+        aborts = path == _ABORT and self.role != "render"
+        if not self._has_key(received):
+            return Whole({"error": "Unauthorized"}, 401)
+        if route is None and not aborts:
+            return Whole({"detail": "Not Found"}, 404)
+        if received.method != "POST":
+            return Whole({"detail": "Method Not Allowed"}, 405)
+        if not self.settings.scale_out and (path in _SCALE_OUT or path.endswith("/render")):
+            raise scale_out_off()
+        if aborts:
+            return self._abort(received)
+        assert route is not None
+        body = parse_object(received.raw, received.header("content-type") or "")
+        if self._misses(received, body):
+            return Whole("the prompt is not cached", 412)
+        itl_s = fault.itl_s or 0.0
+        call = Call(received, body, itl_s=itl_s, tokens_per_step=self.behave.tokens_per_step)
+        try:
+            return await route(self.core, call)
+        except Refusal:
+            self._free_if_native(path, body)
+            raise
+
+    def _abort(self, received: Received) -> Answer:
+        try:
+            body = json.loads(received.raw)
+        except ValueError as error:
+            raise Refusal(f"JSON decode error: {error}", type="Bad Request") from error
+        if "request_ids" not in body:
+            raise Refusal("Missing 'request_ids' in request body", type="Bad Request")
+        ids = body["request_ids"]
+        self.core.abort([ids] if isinstance(ids, str) else ids)
+        return Whole(None)
+
+    def _has_key(self, received: Received) -> bool:
+        key = self.settings.api_key
+        guarded = received.path.startswith(_GUARDED)
+        return key is None or not guarded or received.header("authorization") == f"Bearer {key}"
+
+    def _misses(self, received: Received, body: dict[str, Any]) -> bool:
+        """Say whether a probe for a cached prompt is to be answered 412, as an endpoint picker does."""
+        rule = self.behave.cache_rule
+        if rule is None:
+            return False
+        prompt = json.dumps([body.get(name) for name in _PROMPT_FIELDS], sort_keys=True)
+        hit = rule(received) if callable(rule) else rule == "always_hit" or prompt in self._seen
+        if rule == "always_miss":
+            hit = False
+        if received.header("prefer") == "if-available" and not hit:
+            return True
+        self._seen.add(prompt)
+        return False
+
+    def _free_if_native(self, path: str, body: dict[str, Any]) -> None:
+        """Tell the prefill to let go: the native routes do so when they refuse a decode leg, generate does not."""
+        params = body.get("kv_transfer_params")
+        if path.startswith("/v1/") and isinstance(params, dict) and params.get("do_remote_prefill"):
+            self.store.free(params)
+
+
+def _received(request: web.Request, raw: bytes) -> Received:
+    try:
+        body = json.loads(raw) if raw else None
+    except ValueError:
+        body = None
+    headers = tuple((name.decode("latin-1"), value.decode("latin-1")) for name, value in request.raw_headers)
+    return Received(request.method, request.path, headers, raw, body, time.monotonic())
