@@ -167,9 +167,7 @@ class Server(Section):
     listen_addr: Listen = Field(
         ListenAddr(None, 8080), description="host:port to listen on; no host is every interface"
     )
-    read_timeout: Duration = Field(
-        30.0, description="time for a request's whole body to arrive; 0 is no limit"
-    )
+    read_timeout: Duration = Field(30.0, description="time for a request's whole body to arrive; 0 is no limit")
     write_timeout: Duration = Field(
         120.0,
         description="time to write a whole answer once it is there, streams exempt; 0 is no limit",
@@ -192,16 +190,18 @@ class Server(Section):
     readiness_interval: PositiveDuration = Field(
         5.0, description="how often /readyz's answer is renewed by asking the workers' /health"
     )
+    heartbeat_after: Duration = Field(
+        15.0,
+        description="silence after which a streaming client is sent a comment line, before its first event too; "
+        "from then on an error is an event and no status; 0 is never",
+    )
+    heartbeat_interval: PositiveDuration = Field(15.0, description="time between such comment lines")
     secure_serving: Annotated[bool, _TLS] = Field(
         False, description="serve TLS (llm-d: true); only false for now, end TLS in front of the coordinator"
     )
-    cert_path: Annotated[str, _TLS] = Field(
-        "", description="folder with tls.crt and tls.key; only empty for now"
-    )
+    cert_path: Annotated[str, _TLS] = Field("", description="folder with tls.crt and tls.key; only empty for now")
     tls_min_version: Annotated[str, _TLS] = Field("", description="lowest TLS version; only empty for now")
-    tls_cipher_suites: Annotated[Texts, _TLS] = Field(
-        (), description="TLS 1.2 cipher suites; only empty for now"
-    )
+    tls_cipher_suites: Annotated[Texts, _TLS] = Field((), description="TLS 1.2 cipher suites; only empty for now")
     metrics_cert_dir: Annotated[str, _TLS] = Field(
         "", description="folder with the metrics port's tls.crt and tls.key; only empty for now"
     )
@@ -214,9 +214,7 @@ class Gateway(Section):
         description="the base URL of the gateway, such as http://inference-gateway:80",
     )
     max_idle_conns_per_host: Count = Field(100, description="keep-alive connections that are kept open")
-    idle_conn_timeout: Duration = Field(
-        90.0, description="how long an idle connection is kept; 0 is for ever"
-    )
+    idle_conn_timeout: Duration = Field(90.0, description="how long an idle connection is kept; 0 is for ever")
     timeout: Duration = Field(
         60.0,
         description="time until a leg's response headers; bodies and streams are not bounded; 0 is no limit",
@@ -325,9 +323,11 @@ class Pipeline(Section):
     on_missing_handover: OnMissingHandover = Field(
         "fail", description="when prefill leaves nothing for decode: fail the request, or decode_alone"
     )
-    steps: tuple[StepConfig, ...] = Field(
-        min_length=1, description="the steps, in the order in which they run"
+    expose_transfer_params: bool = Field(
+        False,
+        description="leave the workers' hand-over, which names hosts and ports, in what clients get",
     )
+    steps: tuple[StepConfig, ...] = Field(min_length=1, description="the steps, in the order in which they run")
 
 
 class Config(Section):
@@ -338,9 +338,7 @@ class Config(Section):
         BeforeValidator(_level),
         WithJsonSchema({"enum": [*_LEVELS, *dict.fromkeys(_LEVELS.values())]}),
     ] = Field("info", description="1 or warning, 2 or info, 3 (verbose) and 4 or debug, 5 or trace")
-    log_format: Literal["json", "human"] = Field(
-        "json", description="json for machines, human for a terminal"
-    )
+    log_format: Literal["json", "human"] = Field("json", description="json for machines, human for a terminal")
     tracing: Annotated[bool, _unless_set("tracing")] = Field(
         False, description="OpenTelemetry spans; only false for now"
     )

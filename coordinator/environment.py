@@ -76,9 +76,7 @@ def _refusal(model: type[BaseModel], name: str, known: Iterable[str]) -> str | N
     """Say what is wrong with an unknown variable; None where it is probably not meant for us."""
     if name.startswith(variable(("pipeline", "steps"))):
         return "steps can only be written in the file, unset it"
-    if meant := nearest(
-        name.removeprefix(PREFIX), [key.removeprefix(PREFIX) for key in known], cutoff=_CLOSE
-    ):
+    if meant := nearest(name.removeprefix(PREFIX), [key.removeprefix(PREFIX) for key in known], cutoff=_CLOSE):
         return f"no such key in the configuration, did you mean {PREFIX}{meant}?"
     in_section = any(name.startswith(variable((key, ""))) for key in model.model_fields)
     return "no such key in the configuration, unset it" if in_section else None

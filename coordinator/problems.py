@@ -47,9 +47,7 @@ class Sources:
 
     def problem(self, path: Path, sentence: str) -> str:
         """Return one problem, ready to be shown."""
-        origin = next(
-            (self.variables[path[:n]] for n in range(len(path), 0, -1) if path[:n] in self.variables), None
-        )
+        origin = next((self.variables[path[:n]] for n in range(len(path), 0, -1) if path[:n] in self.variables), None)
         where = self.file if origin is None else f"environment variable {origin}"
         return f"{where}: {show_path(path)}: {sentence}" if path else f"{where}: {sentence}"
 
@@ -98,9 +96,7 @@ def sentences(error: ValidationError, model: type[BaseModel]) -> Iterator[tuple[
             yield from (((*path, key) if key else path, text) for key, text in cause.faults)
         elif details["type"] == "invalid_key":
             yield path[:-1], f"the key {path[-1]} is not a text, put it in quotes"
-        elif (
-            details["type"] != "too_short" or not details["input"]
-        ):  # else the items have faults of their own
+        elif details["type"] != "too_short" or not details["input"]:  # else the items have faults of their own
             yield path, _sentence(details, model)
 
 
@@ -115,9 +111,7 @@ def _sentence(details: ErrorDetails, model: type[BaseModel]) -> str:
     if kind == "value_error":
         return str(limits["error"])
     text = _SENTENCES.get(kind, "{value} cannot be used here")
-    return text.format(
-        value=show(value), **{name: limit for name, limit in limits.items() if name != "value"}
-    )
+    return text.format(value=show(value), **{name: limit for name, limit in limits.items() if name != "value"})
 
 
 _SENTENCES = {

@@ -72,6 +72,7 @@ def build(config: Config, events: Events) -> list[Step]:
         kv=KV_CONNECTORS[config.pipeline.kv_connector],
         use_openai_format=config.pipeline.use_openai_format,
         on_missing_handover=config.pipeline.on_missing_handover,
+        expose_transfer_params=config.pipeline.expose_transfer_params,
         events=events,
     )
     faults: list[Fault] = []
@@ -223,9 +224,7 @@ def every_pool_is_used(layout: Layout) -> Iterator[Fault]:
         if _pool(layout.config, role) and role not in asked:
             yield ("pools", role), f"no step asks these workers, add a {role} step or take the pool out"
     roles = asked & {"prefill", "decode"}
-    unasked = (
-        roles and all(_pool(layout.config, str(role)) for role in roles) and not any(layout.of("encode"))
-    )
+    unasked = roles and all(_pool(layout.config, str(role)) for role in roles) and not any(layout.of("encode"))
     if layout.config.gateway and unasked:
         yield ("gateway",), "every role has a pool, so no leg goes to the gateway: take one of them out"
 
@@ -272,8 +271,7 @@ def tokens_in_has_tokens(layout: Layout) -> Iterator[Fault]:
             if path not in seen:
                 yield (
                     path,
-                    "false sends token ids, and no render step makes them: add one before the first leg, or "
-                    "write true",
+                    "false sends token ids, and no render step makes them: add one before the first leg, or write true",
                 )
             seen.add(path)
 
@@ -341,9 +339,7 @@ def json_schema() -> dict[str, Any]:
     refs, schema = models_json_schema(models, title="coordinator configuration", schema_generator=_FileSchema)
     step = schema["$defs"]["StepConfig"]
     step["properties"]["type"] = {"enum": list(STEP_TYPES), "description": "the step's type"}
-    step["allOf"] = [
-        _params_of(name, kind, refs[kind.params, "validation"]) for name, kind in STEP_TYPES.items()
-    ]
+    step["allOf"] = [_params_of(name, kind, refs[kind.params, "validation"]) for name, kind in STEP_TYPES.items()]
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, **refs[Config, "validation"]}
 
 

@@ -266,9 +266,7 @@ def _split_ports(text: str) -> tuple[str, tuple[int, int] | None]:
     if text.startswith("["):
         where, bracket, rest = text[1:].partition("]")
         if not bracket or (rest and not rest.startswith(":")):
-            raise ValueError(
-                f"{text!r} is not an allow entry, write IPv6 with a port as '[2001:db8::/32]:8000'"
-            )
+            raise ValueError(f"{text!r} is not an allow entry, write IPv6 with a port as '[2001:db8::/32]:8000'")
         return where, _ports(rest[1:]) if rest else None
     if text.count(":") == 1:
         where, _, ports = text.partition(":")
@@ -347,9 +345,7 @@ Megabytes = Annotated[
 BaseUrl = Annotated[
     str,
     PlainValidator(parse_base_url),
-    WithJsonSchema(
-        {"type": "string", "pattern": r"^https?://[^/?#@]+/?$", "examples": ["http://10.0.0.1:8000"]}
-    ),
+    WithJsonSchema({"type": "string", "pattern": r"^https?://[^/?#@]+/?$", "examples": ["http://10.0.0.1:8000"]}),
 ]
 
 Listen = Annotated[

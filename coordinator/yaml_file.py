@@ -61,9 +61,7 @@ def read(path: str) -> dict[Any, Any]:
     if value is None:
         raise ConfigError([f"{path}: the file is empty, write at least a pipeline with its steps"])
     if not isinstance(value, dict):
-        raise ConfigError(
-            [f"{path}: the file is not a mapping, write sections such as 'pipeline:' at its top"]
-        )
+        raise ConfigError([f"{path}: the file is not a mapping, write sections such as 'pipeline:' at its top"])
     return value
 
 

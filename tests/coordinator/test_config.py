@@ -1,0 +1,313 @@
+"""One file, the environment over it, and every fault of both as one sentence."""
+
+# ruff: noqa: E501  # a sentence stands on one line, as the operator reads it
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from coordinator.config import Config, ConfigError, load
+from coordinator.units import ListenAddr
+from envelope.kv_transfer import KV_CONNECTORS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+STEPS = "pipeline: {steps: [{type: decode}]}\n"
+
+
+@pytest.fixture
+def read(tmp_path: Path):
+    """Load a text as the file ``pd.yaml``."""
+
+    def load_text(text: str | bytes, environ: Mapping[str, str] | None = None) -> Config:
+        file = tmp_path / "pd.yaml"
+        file.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return load(str(file), environ or {})
+
+    return load_text
+
+
+@pytest.fixture
+def refused(read, tmp_path: Path):
+    """Return the sentences that a text is refused with, the folder of the file taken off."""
+
+    def sentences(text: str | bytes, environ: Mapping[str, str] | None = None) -> list[str]:
+        with pytest.raises(ConfigError) as caught:
+            read(text, environ)
+        return [problem.replace(f"{tmp_path}/", "") for problem in caught.value.problems]
+
+    return sentences
+
+
+def test_defaults_are_those_of_llm_d(read) -> None:
+    config = read(STEPS)
+    server = config.server
+    assert (config.log_level, config.log_format, config.tracing) == ("info", "json", False)
+    assert server.listen_addr == ListenAddr(None, 8080)
+    assert (server.read_timeout, server.write_timeout, server.shutdown_timeout) == (30.0, 120.0, 25.0)
+    assert server.max_request_body_size == 64
+    assert config.pipeline.kv_connector == "kv-shared-storage"
+    assert config.pipeline.ec_connector == "ec-shared-storage"
+    assert config.pipeline.use_openai_format is True
+    assert config.pipeline.forward_response_headers == ("x-llm-d-disagg-revision",)
+    gateway = read("gateway: {address: 'http://g'}\n" + STEPS).gateway
+    assert (gateway.max_idle_conns_per_host, gateway.idle_conn_timeout, gateway.timeout) == (100, 90.0, 60.0)
+
+
+def test_defaults_that_differ_from_llm_d_are_plain_http_and_one_port(read) -> None:
+    server = read(STEPS).server
+    assert server.secure_serving is False
+    assert server.metrics_port is None
+
+
+def test_the_connectors_are_those_that_the_envelope_knows(read) -> None:
+    for name in KV_CONNECTORS:
+        assert read(f"pipeline: {{kv_connector: {name}, steps: [{{type: decode}}]}}").pipeline.kv_connector == name
+
+
+@pytest.mark.parametrize(
+    ("written", "level"),
+    [
+        ("1", "warning"), ("2", "info"), ("3", "debug"), ("4", "debug"), ("5", "trace"),
+        ("'2'", "info"), ("warning", "warning"), ("DEBUG", "debug"), ("trace", "trace"),
+    ],
+)  # fmt: skip
+def test_log_level_is_a_number_of_llm_d_or_a_name(read, written: str, level: str) -> None:
+    assert read(f"log_level: {written}\n" + STEPS).log_level == level
+
+
+def test_a_section_or_key_without_a_value_is_one_that_is_not_there(read) -> None:
+    config = read("server:\ngateway:\npools:\npipeline: {steps: [{type: decode, params: }], kv_connector: }\n")
+    assert config == read(STEPS)
+
+
+def test_json_is_accepted_because_it_is_yaml(read) -> None:
+    assert read('{"pipeline": {"steps": [{"type": "decode"}]}}') == read(STEPS)
+
+
+def test_numbers_and_booleans_in_quotes_are_read_as_templates_write_them(read) -> None:
+    text = "server: {max_request_body_size: '8', metrics_port: '9090'}\n"
+    config = read(text + "pipeline: {use_openai_format: 'false', steps: [{type: decode}]}\n")
+    assert (config.server.max_request_body_size, config.server.metrics_port) == (8, 9090)
+    assert config.pipeline.use_openai_format is False
+
+
+def test_an_alias_and_a_merge_key_stand_for_what_they_name(read) -> None:
+    config = read(
+        "pools:\n"
+        "  prefill: &pool {endpoints: ['http://a'], policy: least_inflight}\n"
+        "  decode: {<<: *pool, endpoints: ['http://b']}\n" + STEPS
+    )
+    assert config.pools.decode.policy == "least_inflight"
+    assert config.pools.decode.endpoints == ("http://b",)
+
+
+def test_a_configuration_does_not_change_after_it_was_read(read) -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        read(STEPS).server.read_timeout = 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("", "pd.yaml: the file is empty, write at least a pipeline with its steps"),
+        ("# nothing\n", "pd.yaml: the file is empty, write at least a pipeline with its steps"),
+        ("- a", "pd.yaml: the file is not a mapping, write sections such as 'pipeline:' at its top"),
+        ("a: 1\na: 2", "pd.yaml: line 2, column 1: the key a stands twice in one mapping, take one out"),
+        ("a: {b: 1, b: 2}", "pd.yaml: line 1, column 11: the key b stands twice in one mapping, take one out"),
+        ("\ta: b", "pd.yaml: line 1, column 1: a tab cannot indent YAML, write spaces"),
+        ("a: !x y", "pd.yaml: line 1, column 4: tags such as !name have no meaning here, take it out"),
+        ("a: b: c", "pd.yaml: line 1, column 5: is not YAML: mapping values are not allowed here"),
+        ("a: *b", "pd.yaml: line 1, column 4: is not YAML: found undefined alias 'b'"),
+        ("? [a]\n: b", "pd.yaml: line 1, column 3: is not YAML: found unhashable key"),
+        ("a: 1\n---\nb: 2", "pd.yaml: line 2, column 1: is not YAML: but found another document"),
+        (b"a: \xff", "pd.yaml: byte 3 is not UTF-8, save the file as UTF-8"),
+        ("[" * 3000, "pd.yaml: is nested too deeply, write it flatter"),
+    ],
+)
+def test_a_file_that_is_no_yaml_mapping_is_refused_with_its_line(refused, text: str | bytes, sentence: str) -> None:
+    assert refused(text) == [sentence]
+
+
+def test_a_control_character_is_refused(refused) -> None:
+    (sentence,) = refused("a: \x00")
+    assert sentence.startswith("pd.yaml: is not YAML: ")
+
+
+def test_a_file_that_cannot_be_read_says_why(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(f"{tmp_path}/absent.yaml", {})
+    assert caught.value.problems == [f"{tmp_path}/absent.yaml: cannot be read: No such file or directory"]
+    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
+        load(str(tmp_path), {})
+
+
+SERVER = [
+    ("listen_addr: 8080", "listen_addr: 8080 is not an address to listen on, write ':8080' in quotes"),
+    ("listen_addr: localhost", "listen_addr: 'localhost' names no port, write 'localhost:8080'"),
+    ("read_timeout: 30", "read_timeout: 30 has no unit, write 30s"),
+    ("read_timeout: 1:30", "read_timeout: '1:30' is not a duration, write it as 500ms, 30s, 2m or 1h30m"),
+    ("read_timeout: 2001-01-01", "read_timeout: '2001-01-01' is not a duration, write it as 500ms, 30s, 2m or 1h30m"),
+    ("write_timeout: -1s", "write_timeout: -1s is negative, write a duration such as 30s"),
+    ("readiness_interval: 0", "readiness_interval: 0 is not possible here, write a duration such as 5s"),
+    ("max_request_body_size: 0", "max_request_body_size: 0 is too small, write at least 1 (megabyte)"),
+    (
+        "max_request_body_size: 64MB",
+        "max_request_body_size: '64MB' is not a whole number of megabytes, write a number such as 64",
+    ),
+    ("max_header_size: x", "max_header_size: 'x' is not a whole number, write one"),
+    ("max_header_size: 1.5", "max_header_size: 1.5 is not a whole number, write one"),
+    ("max_header_size: true", "max_header_size: true is not a whole number, write a number such as 1"),
+    ("metrics_port: 99999", "metrics_port: 99999 is too large, write at most 65535"),
+    (
+        "secure_serving: true",
+        "secure_serving: serving TLS (end it in front of the coordinator meanwhile) comes in a later release, "
+        "take the key out",
+    ),
+    (
+        "cert_path: /certs",
+        "cert_path: serving TLS (end it in front of the coordinator meanwhile) comes in a later release, "
+        "take the key out",
+    ),
+    (
+        "tls_cipher_suites: [A]",
+        "tls_cipher_suites: serving TLS (end it in front of the coordinator meanwhile) comes in a later release, "
+        "take the key out",
+    ),
+    ("readtimeout: 3s", "readtimeout: unknown key, did you mean read_timeout?"),
+    ("listen-addr: ':1'", "listen-addr: unknown key, did you mean listen_addr?"),
+    ("kv_connector: kv-nixl", "kv_connector: unknown key here, did you mean pipeline.kv_connector?"),
+]
+
+
+@pytest.mark.parametrize(("line", "sentence"), SERVER)
+def test_what_is_wrong_with_the_server_section(refused, line: str, sentence: str) -> None:
+    assert refused(f"server: {{{line}}}\n" + STEPS) == [f"pd.yaml: server.{sentence}"]
+
+
+POOL = [
+    ("{}", ": the pool names no workers, write endpoints: [http://host:8000] or header: with allow:"),
+    ("{endpoints: []}", ".endpoints: the list is empty, write at least one worker such as http://10.0.0.1:8000"),
+    ("{endpoints: ['http://a', 'http://a:80/']}", ".endpoints: http://a:80 stands twice, take one out"),
+    ("{endpoints: ['http://a/v1']}", ".endpoints[0]: 'http://a/v1' has more than host and port, write http://a: a leg brings its path"),
+    ("{endpoints: ['http://a'], allow: [b]}", ".allow: belongs to header, and the workers are listed here: take the key out"),
+    ("{endpoints: {a: b}}", ".endpoints: {'a': 'b'} is not a list, write [a, b] or one '- item' per line"),
+    ("{endpoints: ['http://a'], header: x-a, allow: [b]}", ".header: a pool names its workers in one way, take out endpoints or header"),
+    ("{endpoints: ['http://a'], policy: leastinflight}", ".policy: 'leastinflight' is not one of round_robin, least_inflight, did you mean least_inflight?"),
+    ("{endpoints: ['http://a'], policy: prefix_affinity}", ".policy: prefix_affinity comes in a later release, write round_robin or least_inflight"),
+    ("{header: x-a}", ".allow: missing: whoever can send a request names the worker, so write which may be called, such as ['10.0.0.0/8:8000']"),
+    ("{header: x-a, allow: []}", ".allow: missing: whoever can send a request names the worker, so write which may be called, such as ['10.0.0.0/8:8000']"),
+    ("{header: x-a, allow: ['10.0.0.1/8']}", ".allow[0]: '10.0.0.1/8' has bits set outside its mask, write 10.0.0.0/8"),
+    ("{header: x-a, allow: [b], policy: round_robin}", ".policy: the header names the worker, so there is none to pick: take the key out"),
+    ("{header: 'x a', allow: [b]}", ".header: 'x a' is not a header name, write one such as x-prefiller-host-port"),
+    ("{header: Authorization, allow: [b]}", ".header: 'Authorization' belongs to one connection, one body or one leg, write another header"),
+    ("{dns: 'a:80', endpoints: ['http://a']}", ".dns: finding workers by DNS comes in a later release, list them in endpoints"),
+    ("{kubernetes: {}, endpoints: ['http://a']}", ".kubernetes: finding workers by Kubernetes comes in a later release, list them in endpoints"),
+    ("{endpoint: ['http://a'], endpoints: ['http://a']}", ".endpoint: unknown key, did you mean endpoints?"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("pool", "sentence"), POOL)
+def test_what_is_wrong_with_a_pool(refused, pool: str, sentence: str) -> None:
+    assert refused(f"pools: {{decode: {pool}}}\n" + STEPS) == [f"pd.yaml: pools.decode{sentence}"]
+
+
+PIPELINE = [
+    ("kv_connector: kv-nixel", "kv_connector: 'kv-nixel' is not one of kv-shared-storage, kv-nixl, did you mean kv-nixl?"),
+    ("kv_connector: kv-sglang", "kv_connector: kv-sglang needs prefill and decode in flight at once, and a step for that comes in a later release: write kv-nixl or kv-shared-storage"),
+    ("kv_connector: kv-mooncake", "kv_connector: kv-mooncake needs prefill and decode in flight at once, and a step for that comes in a later release: write kv-nixl or kv-shared-storage"),
+    ("ec_connector: foo", "ec_connector: 'foo' is not one of ec-shared-storage, ec-nixl"),
+    ("use_openai_format: maybe", "use_openai_format: 'maybe' is neither true nor false, write one of them"),
+    ("use_openai_format: [true]", "use_openai_format: [True] is neither true nor false, write one of them"),
+    ("on_missing_handover: decode-alone", "on_missing_handover: 'decode-alone' is not one of fail, decode_alone, did you mean decode_alone?"),
+    ("forward_response_headers: [content-length]", "forward_response_headers[0]: 'content-length' belongs to one connection, one body or one leg, write another header"),
+    ("forward_response_headers: ['a:b']", "forward_response_headers[0]: 'a:b' is not a header name, write one such as x-prefiller-host-port"),
+    ("forward_response_headers: [3]", "forward_response_headers[0]: 3 is not a text, put it in quotes"),
+    ("kv_conector: kv-nixl", "kv_conector: unknown key, did you mean kv_connector?"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("line", "sentence"), PIPELINE)
+def test_what_is_wrong_with_the_pipeline_section(refused, line: str, sentence: str) -> None:
+    assert refused(f"pipeline: {{{line}, steps: [{{type: decode}}]}}") == [f"pd.yaml: pipeline.{sentence}"]
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("server: {}", "pipeline: missing, and has no default: write what happens to a request"),
+        ("pipeline: {}", "pipeline.steps: missing, and has no default: write the steps, in the order in which they run"),
+        ("pipeline: {steps: []}", "pipeline.steps: the list is empty, write at least 1"),
+        ("pipeline: {steps: decode}", "pipeline.steps: 'decode' is not a list, write [a, b] or one '- item' per line"),
+        ("pipeline: {steps: [decode]}", "pipeline.steps[0]: 'decode' is not a mapping, write 'key: value' lines under it"),
+        ("pipeline: {steps: [{params: {}}]}", "pipeline.steps[0].type: missing, and has no default: write the step's type, such as decode"),
+        ("pipeline: {steps: [{type: decode, param: {}}]}", "pipeline.steps[0].param: unknown key, did you mean params?"),
+        ("pipeline: {steps: [{type: decode, params: []}]}", "pipeline.steps[0].params: [] is not a mapping, write 'key: value' lines under it"),
+        ("log_level: verbse\n" + STEPS, "log_level: 'verbse' is not one of 1 (warning), 2 (info), 3 (verbose), 4 (debug), 5 (trace), did you mean 3 (verbose)?"),
+        ("log_level: 9\n" + STEPS, "log_level: 9 is not one of 1 (warning), 2 (info), 3 (verbose), 4 (debug), 5 (trace)"),
+        ("log_format: xml\n" + STEPS, "log_format: 'xml' is not one of json, human"),
+        ("tracing: true\n" + STEPS, "tracing: tracing comes in a later release, take the key out"),
+        ("server: 3\n" + STEPS, "server: 3 is not a mapping, write 'key: value' lines under it"),
+        ("sever: {}\n" + STEPS, "sever: unknown key, did you mean server?"),
+        ("zzz: {}\n" + STEPS, "zzz: unknown key, the keys here are log_level, log_format, tracing, server, gateway, pools, pipeline"),
+        ("read_timeout: 3s\n" + STEPS, "read_timeout: unknown key here, did you mean server.read_timeout?"),
+        ("1: a\n" + STEPS, "the key 1 is not a text, put it in quotes"),
+        ("gateway: {timeout: 3s}\n" + STEPS, "gateway.address: missing, and has no default: write the base URL of the gateway, such as http://inference-gateway:80"),
+        ("gateway: {address: 'g:80'}\n" + STEPS, "gateway.address: 'g:80' has no scheme, write http://g:80"),
+        ("pools: {encode: {endpoints: ['http://a']}}\n" + STEPS, "pools.encode: an encode pool comes in a later release; the gateway can reach encode workers"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_elsewhere(refused, text: str, sentence: str) -> None:
+    assert refused(text) == [f"pd.yaml: {sentence}"]
+
+
+def test_every_problem_is_told_at_once(refused) -> None:
+    text = "log_levl: 2\nserver: {read_timeout: 30}\npools: {prefill: {}}\npipeline: {steps: [{typ: decode}]}\n"
+    assert refused(text, {"COORDINATOR_SERVER_LISTEN_ADR": ":1"}) == [
+        "environment variable COORDINATOR_SERVER_LISTEN_ADR: no such key in the configuration, "
+        "did you mean COORDINATOR_SERVER_LISTEN_ADDR?",
+        "pd.yaml: server.read_timeout: 30 has no unit, write 30s",
+        "pd.yaml: pools.prefill: the pool names no workers, write endpoints: [http://host:8000] or header: with allow:",
+        "pd.yaml: pipeline.steps[0].type: missing, and has no default: write the step's type, such as decode",
+        "pd.yaml: pipeline.steps[0].typ: unknown key, did you mean type?",
+        "pd.yaml: log_levl: unknown key, did you mean log_level?",
+    ]
+
+
+def test_no_sentence_is_pydantic_s_own(refused) -> None:
+    every = [f"server: {{{line}}}\n{STEPS}" for line, _ in SERVER] + [
+        f"pools: {{decode: {p}}}\n{STEPS}" for p, _ in POOL
+    ]
+    for text in every:
+        assert not [s for s in refused(text) if "Input should" in s or "pydantic" in s or "type=" in s]
+
+
+def test_a_long_value_is_cut_short(refused) -> None:
+    (sentence,) = refused(f"log_format: {'x' * 500}\n" + STEPS)
+    assert len(sentence) < 120
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "connection",
+        "Transfer-Encoding",
+        "host",
+        "content-type",
+        "authorization",
+        "Cookie",
+        "x-request-id",
+        "epp-profile",
+    ],
+)
+def test_headers_that_are_not_a_leg_s_to_pass_on_are_refused(refused, header: str) -> None:
+    text = f"pipeline: {{forward_response_headers: [{header}], steps: [{{type: decode}}]}}"
+    assert "belongs to one connection" in refused(text)[0]
+
+
+def test_forwarded_headers_are_compared_without_case(read) -> None:
+    text = "pipeline: {forward_response_headers: [X-Disagg-Slice], steps: [{type: decode}]}"
+    assert read(text).pipeline.forward_response_headers == ("x-disagg-slice",)
