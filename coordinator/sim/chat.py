@@ -122,7 +122,7 @@ def _choice(run: Run, output: Output) -> dict[str, Any]:
     body, parsing = run.call.body, run.parsing
     parsed = parse(output.text, parsing)
     hidden = not parsing.include_reasoning
-    shown = logprobs.chat(tokenizer.load(), output.logprobs, cut=run.prepared.sampling.logprobs)
+    shown = logprobs.chat(output.logprobs, cut=run.prepared.sampling.logprobs)
     return {
         "index": output.index,
         "message": parsed.message(),
@@ -227,7 +227,7 @@ def _chunk(
     choice: dict[str, Any] = {
         "index": step.index,
         "delta": wire,
-        "logprobs": logprobs.chat(tokenizer.load(), step.logprobs, cut=run.prepared.sampling.logprobs),
+        "logprobs": logprobs.chat(step.logprobs, cut=run.prepared.sampling.logprobs),
         "finish_reason": None,
     }
     chunk = _head(run)

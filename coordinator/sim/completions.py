@@ -102,7 +102,7 @@ def _whole_choice(call: Call, one: _Prompted, output: Output) -> dict[str, Any]:
     return {
         "index": output.index,
         "text": _echoed(call, one) + output.text,
-        "logprobs": _logprobs(call, one, output.index, output.token_ids, output.logprobs, first=True),
+        "logprobs": _logprobs(call, one, output.index, output.logprobs, first=True),
         "finish_reason": output.finish_reason,
         "stop_reason": output.stop_reason,
         "token_ids": output.token_ids if with_ids else None,
@@ -123,7 +123,6 @@ def _logprobs(
     call: Call,
     one: _Prompted,
     index: int,
-    token_ids: list[int],
     positions: list[TokenLogprobs] | None,
     *,
     first: bool,
@@ -131,16 +130,13 @@ def _logprobs(
     k = one.job.sampling.logprobs
     if k is None or positions is None:
         return None
-    shown: list[TokenLogprobs | None] = [*positions]
+    shown: list[TokenLogprobs | str] = [*positions]
     if call.body.get("echo") and first:
-        ids = list(one.job.prompt_ids)
-        echoed = [logprobs.made_up(id, at, k, surprising=True) for at, id in enumerate(ids[1:], 1)]
-        token_ids = ids + token_ids
-        shown = [None, *echoed, *shown]
-    offset = one.lengths.get(index, 0)
-    vocabulary = tokenizer.load()
-    one.lengths[index] = offset + sum(len(vocabulary.token_text(id)) for id in token_ids)
-    return logprobs.completions(vocabulary, shown, k=k, offset=offset, tokens=token_ids)
+        vocabulary, ids = tokenizer.load(), list(one.job.prompt_ids)
+        echoed = [logprobs.made_up(vocabulary, id, at, k, surprising=True) for at, id in enumerate(ids[1:], 1)]
+        shown = [vocabulary.token_text(ids[0]), *echoed, *shown]
+    wire, one.lengths[index] = logprobs.completions(shown, k=k, offset=one.lengths.get(index, 0))
+    return wire
 
 
 def _usage(prompted: Sequence[_Prompted], completion: int) -> dict[str, Any]:
@@ -209,7 +205,7 @@ def _stream_choice(call: Call, one: _Prompted, step: Step, index: int, *, first:
     return {
         "index": index,
         "text": echoed + step.text,
-        "logprobs": _logprobs(call, one, step.index, step.token_ids, step.logprobs, first=first),
+        "logprobs": _logprobs(call, one, step.index, step.logprobs, first=first),
         "finish_reason": step.finish_reason,
         "stop_reason": step.stop_reason,
         "prompt_token_ids": list(one.job.prompt_ids) if with_ids and first else None,

@@ -21,6 +21,7 @@ from coordinator.sim.sampling import check_engine_limits
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
 
+    from coordinator.sim.parsers import Delta, StreamParser
     from coordinator.sim.sampling import Sampling
     from coordinator.sim.settings import Settings
 
@@ -158,6 +159,13 @@ class Generation:
             for step in steps:
                 outputs[step.index].add(step)
         return outputs
+
+    async def parsed(self, parser: StreamParser, output: Output) -> AsyncIterator[Delta]:
+        """Run a single choice, put it together in ``output``, and parse it as it comes."""
+        async for steps in self.rounds():
+            for step in steps:
+                output.add(step)
+                yield parser.feed(step.text, last=step.finish_reason is not None)
 
     @property
     def _done(self) -> bool:

@@ -176,6 +176,7 @@ class _Choice:
         self._sampling = sampling
         self._said = said
         self._detokenizer = Detokenizer(tokenizer, skip_special=sampling.skip_special_tokens)
+        self._raw = Detokenizer(tokenizer, skip_special=False)
         self._count = 0
         self._text = ""
         self._shown = 0
@@ -186,7 +187,17 @@ class _Choice:
         self._count += 1
         logprobs = None
         if sampling.logprobs is not None:
-            logprobs = [made_up(token, self._count, sampling.logprobs, surprising=not sampling.greedy)]
+            text = self._raw.feed(token)
+            logprobs = [
+                made_up(
+                    self._tokenizer,
+                    token,
+                    self._count,
+                    sampling.logprobs,
+                    text=text,
+                    surprising=not sampling.greedy,
+                )
+            ]
         finish, stop_reason = self._finish_of(token)
         matched = ""
         if finish != "stop" or sampling.include_stop_str_in_output:

@@ -48,10 +48,11 @@ async def _whole(core: Core, call: Call, job: Job, mode: str | None) -> dict[str
     generation = core.admit(job)
     outputs = await generation.outputs()
     sampling, count = job.sampling, len(job.prompt_ids)
-    vocabulary = None if core.settings.tokens_only else tokenizer.load()
     prompt_logprobs = None
     if sampling.prompt_logprobs is not None:
-        prompt_logprobs = logprobs.of_prompt(vocabulary, job.prompt_ids, sampling.prompt_logprobs)
+        prompt_logprobs = logprobs.of_prompt(
+            tokenizer.load(), job.prompt_ids, sampling.prompt_logprobs, with_text=not core.settings.tokens_only
+        )
     answer = {
         "request_id": job.id,
         "model": core.settings.model,
@@ -81,7 +82,7 @@ def _whole_choice(output: Output, sampling: Sampling, mode: str | None, parsing:
     parsed = parse(output.text, parsing)
     choice["finish_reason"] = parsed.finish_reason(output.finish_reason, parsing)
     choice["message"] = parsed.message()
-    choice["logprobs"] = logprobs.chat(tokenizer.load(), output.logprobs, cut=sampling.logprobs)
+    choice["logprobs"] = logprobs.chat(output.logprobs, cut=sampling.logprobs)
     if not parsing.include_reasoning:
         choice["token_ids"] = choice["logprobs"] = None
     return choice
@@ -143,7 +144,7 @@ def _with_payload(
     choice: dict[str, Any], text: str, positions: list[logprobs.TokenLogprobs] | None, mode: str | None
 ) -> dict[str, Any]:
     if mode == "text":
-        return {**choice, "text": text, "logprobs": logprobs.chat(tokenizer.load(), positions, cut=None)}
+        return {**choice, "text": text, "logprobs": logprobs.chat(positions, cut=None)}
     return {**choice, "logprobs": logprobs.by_id(positions)}
 
 

@@ -19,6 +19,7 @@ _SURPRISING_RANK = 476
 @dataclass(frozen=True, slots=True)
 class Candidate:
     token_id: int
+    text: str
     logprob: float
     rank: int
 
@@ -34,13 +35,18 @@ class TokenLogprobs:
         return self.candidates[0]
 
 
-def made_up(token_id: int, position: int, k: int, *, surprising: bool, vocabulary: int = 1021) -> TokenLogprobs:
+def made_up(
+    tokenizer: Tokenizer, token_id: int, position: int, k: int, *, text: str | None = None, surprising: bool
+) -> TokenLogprobs:
     """Invent one position; the same arguments always give the same numbers.
 
     Args:
+        text: of the sampled token, where it depends on what came before: the token that completes a character
+            is shown as that character, the ones before it as nothing.
         k: how many of the best are wanted; -1 for the whole vocabulary.
         surprising: a sampled token may rank below the top k, which one in three then does.
     """
+    vocabulary = len(tokenizer)
     wanted = vocabulary if k == -1 else k
     below = surprising and k != -1 and (token_id + position) % 3 == 0
     best = -0.01 - (token_id * 31 + position * 17) % 97 / 100
@@ -51,8 +57,10 @@ def made_up(token_id: int, position: int, k: int, *, surprising: bool, vocabular
         step += 1
         if other != token_id:
             rank = len(others) + (1 if below else 2)
-            others.append(Candidate(other, round(best - 0.25 * rank, 4), rank))
-    sampled = Candidate(token_id, round(best - 5, 4), _SURPRISING_RANK) if below else Candidate(token_id, best, 1)
+            others.append(Candidate(other, tokenizer.token_text(other), round(best - 0.25 * rank, 4), rank))
+    shown = tokenizer.token_text(token_id) if text is None else text
+    rank, logprob = (_SURPRISING_RANK, best - 5) if below else (1, best)
+    sampled = Candidate(token_id, shown, round(logprob, 4), rank)
     return TokenLogprobs((sampled, *others))
 
 
@@ -67,64 +75,59 @@ def by_id(positions: Sequence[TokenLogprobs] | None) -> dict[str, Any] | None:
     return {"content": content}
 
 
-def chat(tokenizer: Tokenizer, positions: Sequence[TokenLogprobs] | None, *, cut: int | None) -> dict[str, Any] | None:
+def chat(positions: Sequence[TokenLogprobs] | None, *, cut: int | None) -> dict[str, Any] | None:
     """The chat shape: cut to the first ``cut`` entries (-1 and None: not cut)."""
     if positions is None:
         return None
     content = []
     for position in positions:
-        shown = [_chat_entry(tokenizer, c) for c in position.candidates]
+        shown = [_chat_entry(c) for c in position.candidates]
         content.append({**shown[0], "top_logprobs": shown if cut in (None, -1) else shown[:cut]})
     return {"content": content}
 
 
-def _chat_entry(tokenizer: Tokenizer, candidate: Candidate) -> dict[str, Any]:
-    token = tokenizer.token_text(candidate.token_id)
-    return {"token": token, "logprob": candidate.logprob, "bytes": list(token.encode())}
+def _chat_entry(candidate: Candidate) -> dict[str, Any]:
+    return {"token": candidate.text, "logprob": candidate.logprob, "bytes": list(candidate.text.encode())}
 
 
 def completions(
-    tokenizer: Tokenizer,
-    positions: Sequence[TokenLogprobs | None] | None,
-    *,
-    k: int,
-    offset: int,
-    tokens: Sequence[int],
-) -> dict[str, Any] | None:
-    """The completions shape: the first k + 1 entries of each position; null where nothing is known.
+    positions: Sequence[TokenLogprobs | str] | None, *, k: int, offset: int
+) -> tuple[dict[str, Any] | None, int]:
+    """The completions shape: the first k + 1 entries of each position.
 
     Args:
-        offset: characters of the tokens before these.
+        positions: a mere text is a token of which nothing is known.
+        offset: characters of the tokens before these; the sum that includes them is returned too.
     """
     if positions is None:
-        return None
+        return None, offset
     shown: dict[str, Any] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
-    for token_id, position in zip(tokens, positions, strict=True):
-        text = tokenizer.token_text(token_id)
+    for position in positions:
+        known = None if isinstance(position, str) else position
+        text = position if isinstance(position, str) else position.sampled.text
         shown["text_offset"].append(offset)
         shown["tokens"].append(text)
-        shown["token_logprobs"].append(None if position is None else position.sampled.logprob)
-        shown["top_logprobs"].append(
-            None
-            if position is None
-            else {tokenizer.token_text(c.token_id): c.logprob for c in position.candidates[: k + 1]}
-        )
+        shown["token_logprobs"].append(known and known.sampled.logprob)
+        shown["top_logprobs"].append(known and {c.text: c.logprob for c in known.candidates[: k + 1]})
         offset += len(text)
-    return shown
+    return shown, offset
 
 
-def of_prompt(tokenizer: Tokenizer | None, prompt_ids: Sequence[int], k: int) -> list[Any]:
+def of_prompt(
+    tokenizer: Tokenizer, prompt_ids: Sequence[int], k: int, *, with_text: bool = True
+) -> list[dict[str, Any] | None]:
     """``prompt_logprobs``: nothing for the first token, then the token itself and its k rivals."""
-    shown: list[Any] = [None]
+    shown: list[dict[str, Any] | None] = [None]
     for position, token_id in enumerate(prompt_ids[1:], 1):
+        candidates = made_up(tokenizer, token_id, position, k, surprising=True).candidates
         shown.append(
             {
                 str(c.token_id): {
                     "logprob": c.logprob,
                     "rank": c.rank,
-                    "decoded_token": tokenizer.token_text(c.token_id) if tokenizer else None,
+                    "decoded_token": c.text if with_text else None,
                 }
-                for c in made_up(token_id, position, k, surprising=True).candidates
+                for c in candidates
             }
         )
     return shown

@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 from typing import TYPE_CHECKING, Any
 
-from coordinator.sim import prompts, tokenizer
+from coordinator.sim import conversations, prompts, tokenizer
 from coordinator.sim.answers import Answer, Call, Whole
 from coordinator.sim.refusals import Refusal
 
@@ -33,8 +33,28 @@ async def completions(core: Core, call: Call) -> Answer:
     return Whole([_request(id, prepared, call.body, core.settings) for id, prepared in zip(ids, every, strict=True)])
 
 
-def new_response_id() -> str:
-    return f"resp_{secrets.token_hex(8)}"
+async def responses(core: Core, call: Call) -> Answer:
+    if call.body.get("previous_response_id") is not None:
+        raise Refusal(
+            "previous_response_id is not supported by the stateless render endpoint.",
+            type="invalid_request_error",
+            param="previous_response_id",
+        )
+    prepared = conversations.prepare_responses(call.body, core.settings)
+    body = {**call.body, "stream_options": None, "return_token_ids": None}
+    return Whole(_request(response_id(call), prepared, body, core.settings, parsed=False))
+
+
+async def messages(core: Core, call: Call) -> Answer:
+    prepared = conversations.prepare_messages(call.body, core.settings)
+    options = {"include_usage": True, "continuous_usage_stats": True} if call.wants_stream else None
+    body = {**call.body, "stream_options": options}
+    return Whole(_request(f"chatcmpl-{call.id}", prepared, body, core.settings))
+
+
+def response_id(call: Call) -> str:
+    """Return the body's id as it is, or a new one; the header is not used here."""
+    return call.body.get("request_id") or f"resp_{secrets.token_hex(8)}"
 
 
 def _check_beam_search(body: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from aiohttp import web
 
-from coordinator.sim import chat, completions, generate, metrics, render
+from coordinator.sim import chat, completions, generate, messages, metrics, render, responses
 from coordinator.sim.answers import Answer, Call, Received, Whole
 from coordinator.sim.core import Core
 from coordinator.sim.faults import Behaviour, Fault
@@ -30,11 +30,15 @@ Role = Literal["render", "prefill", "decode"]
 _RENDER: dict[str, Route] = {
     "/v1/chat/completions/render": render.chat,
     "/v1/completions/render": render.completions,
+    "/v1/responses/render": render.responses,
+    "/v1/messages/render": render.messages,
 }
 _SERVE: dict[str, Route] = {
     "/inference/v1/generate": generate.generate,
     "/v1/chat/completions": chat.chat,
     "/v1/completions": completions.completions,
+    "/v1/responses": responses.responses,
+    "/v1/messages": messages.messages,
 }
 _ABORT = "/inference/v1/abort_requests"
 _ROUTES: dict[Role, dict[str, Route]] = {"render": _RENDER, "prefill": _RENDER | _SERVE, "decode": _RENDER | _SERVE}
