@@ -17,16 +17,24 @@ from coordinator.health import Readiness, RoleProbe
 from coordinator.intake import Intake
 from coordinator.logs import log
 from coordinator.metrics import Metrics
-from coordinator.models import Models
 from coordinator.pipeline import Pipeline
-from coordinator.respond import Responder
+from coordinator.questions import Questions
+from coordinator.respond import Manner
 from coordinator.routing.gateway import GatewayRouter
 from coordinator.routing.header import HeaderRouter
 from coordinator.routing.static import StaticRouter
 from coordinator.server import Front
 from coordinator.units import megabytes_to_bytes
 from coordinator.upstream import HttpUpstream, RoleLink
-from envelope.errors import ApiError, BadRequest, HeadersTooLarge, MethodNotAllowed, UnknownPath, error_body
+from envelope.errors import (
+    ApiError,
+    BadRequest,
+    HeadersTooLarge,
+    InternalError,
+    MethodNotAllowed,
+    UnknownPath,
+    error_body,
+)
 from envelope.formats import PATHS, RENDER_PATHS, Format
 from steps.render import Render
 
@@ -37,8 +45,9 @@ if TYPE_CHECKING:
     from coordinator.step import Step
 
 FRONT = web.AppKey("front", Front)
+READINESS = web.AppKey("readiness", Readiness)
 
-SERVED = (Format.CHAT, Format.COMPLETIONS, Format.GENERATE)
+SERVED = tuple(Format)
 
 
 def build(config: Config) -> web.Application:
@@ -55,9 +64,15 @@ def build(config: Config) -> web.Application:
         apis=SERVED,
         pipeline=Pipeline(steps, upstream, time.monotonic),
         intake=Intake(megabytes_to_bytes(config.server.max_request_body_size), config.server.read_timeout or None),
-        responder=Responder(config.server.write_timeout or None, time.monotonic, time.time),
+        manner=Manner(
+            config.server.write_timeout or None,
+            config.server.heartbeat_after or None,
+            config.server.heartbeat_interval,
+            time.monotonic,
+            time.time,
+        ),
         readiness=readiness,
-        models=Models(upstream),
+        questions=Questions(upstream),
         metrics=metrics,
         routing_headers=routing_headers(config),
         discard=config.pipeline.forward_response_headers,
@@ -66,6 +81,7 @@ def build(config: Config) -> web.Application:
     # Sizes are ours to check, with an error body that aiohttp's own 413 does not have.
     app = web.Application(client_max_size=0, middlewares=[_json_errors])
     app[FRONT] = front
+    app[READINESS] = readiness
     app.add_routes(front.routes(metrics=config.server.metrics_port is None))
     app.cleanup_ctx.append(_workers(upstream, readiness))
     return app
@@ -164,6 +180,9 @@ async def _json_errors(
         )
     except web.HTTPNotFound:
         error = UnknownPath(f"{request.path} is not served here")
+    except Exception:
+        log.exception("%s failed by a fault of the coordinator", request.path)
+        error = InternalError("the coordinator failed; its log has the details")
     return _error_response(error, request)
 
 

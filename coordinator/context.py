@@ -57,6 +57,7 @@ class Answer:
         wrap: rebuild the client's own envelope from ``source`` (which is then in generate format).
         headers: of the worker's answer, to be passed on: end-to-end ones only.
         body: ``source`` parsed, when it is whole.
+        expose_transfer_params: leave the hand-over in what the client gets; it tells of hosts and ports.
     """
 
     source: bytes | LiveStream
@@ -64,6 +65,7 @@ class Answer:
     wrap: bool = False
     headers: Headers = ()
     body: Any = None
+    expose_transfer_params: bool = False
 
     async def aclose(self) -> None:
         if not isinstance(self.source, bytes):

@@ -45,11 +45,16 @@ class Readiness:
         self._probes = tuple(probe for probe in probes if probe.workers)
         self._interval_s = interval_s
         self._problems = {probe.role: f"{probe.role}: not asked yet" for probe in self._probes}
+        self._ready = asyncio.Event()
         self._proven: set[str] = set()  # workers whose scale-out routes are known to be on
 
     def problems(self) -> list[str]:
         """Return one sentence for each role that has no usable worker; empty means ready."""
         return list(self._problems.values())
+
+    async def until_ready(self) -> None:
+        """Return once every role has been found usable."""
+        await self._ready.wait()
 
     async def run(self, sessions: Mapping[str, aiohttp.ClientSession]) -> None:
         """Ask for ever; the owner cancels."""
@@ -57,6 +62,8 @@ class Readiness:
             async with asyncio.TaskGroup() as tasks:
                 for probe in self._probes:
                     tasks.create_task(self._renew(probe, sessions[probe.role]))
+            if not self._problems:
+                self._ready.set()
             await asyncio.sleep(self._interval_s)
 
     async def _renew(self, probe: RoleProbe, session: aiohttp.ClientSession) -> None:

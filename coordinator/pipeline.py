@@ -33,6 +33,8 @@ class Pipeline:
             ApiError: of the step that failed; the steps behind it were not run.
         """
         for step in self.steps:
+            step.admit(ctx)
+        for step in self.steps:
             await self._run(step, ctx)
             if ctx.answer is not None:
                 return

@@ -135,7 +135,8 @@ def _place(config: Config, index: int, settings: PipelineSettings, faults: list[
     kind = STEP_TYPES.get(named.type)
     if kind is None:
         faults.append(((*path, "type"), _unknown_step(named.type)))
-        return Placed(index, nearest(named.type, STEP_TYPES) or named.type)
+        meant = None if named.type in _LATER else nearest(named.type, STEP_TYPES)
+        return Placed(index, meant or named.type)
     given = {key: value for key, value in named.params.items() if value is not None}
     try:
         params = kind.params.model_validate(given)

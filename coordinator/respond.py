@@ -10,19 +10,43 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from coordinator.relay import pump
-from coordinator.shapes import EVENT_STREAM, stream_shape, whole_answer
-from envelope.errors import ApiError, ClientGone, error_body, error_event
+from coordinator.shapes import EVENT_STREAM, error_body, error_event, stream_shape, whole_answer
+from envelope.errors import ApiError, ClientGone
 from envelope.generate import usage_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from types import TracebackType
 
     from coordinator.context import Answer, Headers, RequestContext
+    from envelope.formats import Format
     from envelope.json_codec import Json
     from envelope.shape import Shape
 
 # What keeps proxies on the way from holding a stream back.
 _STREAM_HEADERS = {"Content-Type": EVENT_STREAM, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+_HEARTBEAT = b": keep-alive\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Manner:
+    """How answers are written; times in seconds.
+
+    Attributes:
+        write_timeout_s: the limit for writing a whole answer; None is no limit. Streams have none.
+        heartbeat_after_s: silence after which a streaming client is sent a comment line, None is never. The first one
+            spends the status line: an error that comes later reaches the client as an event.
+        heartbeat_every_s: between comment lines.
+        clock: monotonic seconds.
+        now: seconds since the epoch.
+    """
+
+    write_timeout_s: float | None
+    heartbeat_after_s: float | None
+    heartbeat_every_s: float
+    clock: Callable[[], float]
+    now: Callable[[], float]
 
 
 @dataclass(slots=True)
@@ -40,106 +64,158 @@ class Result:
     ttft_s: float | None = None
 
 
-class Responder:
-    """Writes answers.
+class Exchange:
+    """One request's way back to its client. Enter it before the pipeline runs, so that the heart can beat meanwhile."""
 
-    Args:
-        write_timeout_s: the limit for writing a whole answer; None is no limit. Streams have none.
-        clock: monotonic seconds.
-        now: seconds since the epoch.
-    """
+    def __init__(self, request: web.Request, ctx: RequestContext, manner: Manner) -> None:
+        self._request = request
+        self._ctx = ctx
+        self._manner = manner
+        self._read_at = manner.clock()
+        self._stream: web.StreamResponse | None = None
+        self._shape: Shape | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._heart: asyncio.Task[None] | None = None
 
-    def __init__(self, write_timeout_s: float | None, clock: Callable[[], float], now: Callable[[], float]) -> None:
-        self._write_timeout_s = write_timeout_s
-        self._clock = clock
-        self._now = now
+    async def __aenter__(self) -> Exchange:
+        if self._ctx.stream and self._manner.heartbeat_after_s is not None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(self._manner.heartbeat_after_s, self._start_heart, loop)
+        return self
 
-    async def send(self, request: web.Request, ctx: RequestContext, answer: Answer, read_at: float) -> Result:
-        """Write the answer to the client.
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._heart is not None:
+            self._heart.cancel()
+            await asyncio.wait((self._heart,))
 
-        Args:
-            read_at: when the request had been read, by ``clock``.
+    async def send(self, answer: Answer) -> Result:
+        """Write the answer.
 
         Raises:
-            ApiError: nothing has been written yet; the caller answers with the error.
+            ApiError: nothing has been written yet; ``fail`` answers with it.
             ClientGone: the client left.
         """
-        created = int(self._now())
+        created = int(self._manner.now())
         if isinstance(answer.source, bytes):
-            body, content_type = whole_answer(ctx, answer, created)
-            return await self._whole(request, ctx, answer, body, content_type)
-        shape = stream_shape(ctx, answer, created)
-        return await self._stream(request, ctx, answer, shape, read_at)
+            return await self._send_whole(answer, created)
+        self._shape = stream_shape(self._ctx, answer, created)
+        return await self._relay(answer, self._shape)
 
-    async def _whole(
-        self, request: web.Request, ctx: RequestContext, answer: Answer, body: bytes, content_type: str
-    ) -> Result:
-        response = web.Response(body=body, headers=_headers(answer.headers, ctx.request_id))
-        if content_type == EVENT_STREAM:
-            response.headers.update(_STREAM_HEADERS)
-        else:
-            response.headers["Content-Type"] = content_type
+    async def fail(self, error: ApiError) -> Result:
+        """Tell of a failure: with its own status where that is still to be had, else as an event and a broken end."""
+        if self._stream is None:
+            return Result(await refuse(self._request, self._ctx.api, self._ctx.request_id, error, self._manner))
+        await self._break_off(self._stream, error)
+        return Result(self._stream, error=error.message)
+
+    async def _send_whole(self, answer: Answer, created: int) -> Result:
+        body, content_type = whole_answer(self._ctx, answer, created)
         usage = usage_of(answer.body) if isinstance(answer.body, dict) else None
-        try:
-            async with asyncio.timeout(self._write_timeout_s):
-                await response.prepare(request)
-                await response.write_eof()
-        except (ConnectionError, TimeoutError) as error:
-            hang_up(request)
-            raise ClientGone("the client did not take the answer") from error
+        if content_type == EVENT_STREAM:
+            stream = await self._begin(answer.headers)
+            ttft_s = self._manner.clock() - self._read_at
+            await self._write_out(stream, body)
+            return Result(stream, usage, ttft_s=ttft_s)
+        headers = _headers(answer.headers, self._ctx.request_id)
+        headers["Content-Type"] = content_type
+        response = web.Response(body=body, headers=headers)
+        await write_whole(self._request, response, self._manner)
         return Result(response, usage)
 
-    async def _stream(
-        self, request: web.Request, ctx: RequestContext, answer: Answer, shape: Shape, read_at: float
-    ) -> Result:
+    async def _relay(self, answer: Answer, shape: Shape) -> Result:
         assert not isinstance(answer.source, bytes)
-        response = web.StreamResponse(headers=_headers(answer.headers, ctx.request_id))
-        response.headers.update(_STREAM_HEADERS)
-        result = Result(response)
+        stream = await self._begin(answer.headers)
+        result = Result(stream)
 
         def first_content() -> None:
-            result.ttft_s = self._clock() - read_at
+            result.ttft_s = self._manner.clock() - self._read_at
 
         try:
-            await response.prepare(request)
-            try:
-                await pump(answer.source, shape, response, first_content)
-                result.error = shape.error
-                await response.write_eof()
-            except ApiError as error:
-                await self._break_off(request, ctx, response, error)
-                result.error = error.message
+            await pump(answer.source, shape, stream, first_content)
+            result.error = shape.error
+            await stream.write_eof()
+        except ApiError as error:
+            await self._break_off(stream, error)
+            result.error = error.message
         except ConnectionError as error:
             raise ClientGone("the client left while it was being answered") from error
         finally:
             result.usage = shape.usage
         return result
 
-    async def _break_off(
-        self, request: web.Request, ctx: RequestContext, response: web.StreamResponse, error: ApiError
-    ) -> None:
-        """Tell of a failure in a stream that has begun, then cut the connection.
+    async def _write_out(self, stream: web.StreamResponse, body: bytes) -> None:
+        try:
+            await stream.write(body)
+            await stream.write_eof()
+        except ConnectionError as error:
+            raise ClientGone("the client left while it was being answered") from error
+
+    async def _begin(self, headers: Headers = ()) -> web.StreamResponse:
+        """Send the head of a stream, unless the heart has done it."""
+        if self._stream is None:
+            self._stream = web.StreamResponse(headers=_headers(headers, self._ctx.request_id))
+            self._stream.headers.update(_STREAM_HEADERS)
+            try:
+                await self._stream.prepare(self._request)
+            except ConnectionError as error:
+                raise ClientGone("the client left before its answer began") from error
+        return self._stream
+
+    async def _break_off(self, stream: web.StreamResponse, error: ApiError) -> None:
+        """Send the error as an event, then cut the connection.
 
         The body is left without its last chunk, so that no HTTP client takes what came for the whole.
         """
-        await response.write(error_event(error, ctx.request_id))
-        hang_up(request)
-
-    async def refuse(self, request: web.Request, request_id: str, error: ApiError) -> web.StreamResponse:
-        """Answer with an error body."""
-        response = web.Response(
-            status=error.status,
-            body=error_body(error, request_id),
-            headers={"Content-Type": "application/json", "X-Request-Id": request_id, **error.headers},
-        )
         try:
-            async with asyncio.timeout(self._write_timeout_s):
-                await response.prepare(request)
-                await response.write_eof()
-        except (ConnectionError, TimeoutError) as gone:
-            hang_up(request)
-            raise ClientGone("the client did not take the answer") from gone
-        return response
+            await stream.write(error_event(self._ctx.api, self._shape, error, self._ctx.request_id))
+        except ConnectionError as gone:
+            raise ClientGone("the client left while it was being answered") from gone
+        finally:
+            hang_up(self._request)
+
+    def _start_heart(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._heart = loop.create_task(self._beat())  # owned: __aexit__ cancels and awaits it
+
+    async def _beat(self) -> None:
+        """Write a comment line whenever nothing has been written for a while; whole events are never interrupted."""
+        try:
+            stream, written = await self._begin(), -1
+            while True:
+                if (size := self._request.writer.output_size) == written or written < 0:
+                    await stream.write(_HEARTBEAT)
+                    size = self._request.writer.output_size
+                written = size
+                await asyncio.sleep(self._manner.heartbeat_every_s)
+        except (ClientGone, ConnectionError):
+            pass  # the request's own task is cancelled by the same event
+
+
+async def refuse(
+    request: web.Request, api: Format | None, request_id: str, error: ApiError, manner: Manner
+) -> web.StreamResponse:
+    """Answer with an error body, before anything else was written.
+
+    Raises:
+        ClientGone: the client left.
+    """
+    headers = {"Content-Type": "application/json", "X-Request-Id": request_id, **error.headers}
+    response = web.Response(status=error.status, body=error_body(api, error, request_id), headers=headers)
+    await write_whole(request, response, manner)
+    return response
+
+
+async def write_whole(request: web.Request, response: web.Response, manner: Manner) -> None:
+    try:
+        async with asyncio.timeout(manner.write_timeout_s):
+            await response.prepare(request)
+            await response.write_eof()
+    except (ConnectionError, TimeoutError) as error:
+        hang_up(request)
+        raise ClientGone("the client did not take the answer") from error
 
 
 def hang_up(request: web.Request) -> None:

@@ -17,6 +17,8 @@ from coordinator.context import RequestContext
 from coordinator.headers import leg_id, request_id, upstream_headers
 from coordinator.intake import header_pairs, single
 from coordinator.logs import access, log
+from coordinator.questions import COUNT_TOKENS_PATH
+from coordinator.respond import Exchange, refuse
 from envelope.client_request import check
 from envelope.errors import ApiError, ClientGone, InternalError, LegRejected, Unavailable, error_body
 from envelope.formats import PATHS, Format
@@ -25,12 +27,13 @@ from envelope.kv_transfer import without_transfer_params
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
+    from coordinator.context import Headers
     from coordinator.health import Readiness
     from coordinator.intake import Intake
     from coordinator.metrics import Metrics
-    from coordinator.models import Models
     from coordinator.pipeline import Pipeline
-    from coordinator.respond import Responder, Result
+    from coordinator.questions import Questions
+    from coordinator.respond import Manner, Result
 
 
 @dataclass(slots=True)
@@ -41,6 +44,21 @@ class Outcome:
     word: str = "internal_error"
     error: str | None = None
     result: Result | None = None
+
+    def done(self, result: Result) -> None:
+        self.result, self.status = result, result.response.status
+        self.word, self.error = ("ok", None) if result.error is None else ("stream_broken", result.error)
+
+    def fail(self, error: ApiError) -> None:
+        self.status, self.error = error.status, type(error).__name__
+        if isinstance(error, ClientGone):
+            self.word = "client_gone"
+        elif isinstance(error, LegRejected):
+            self.word = "rejected"
+        elif error.status < 500:
+            self.word = "bad_request"
+        else:
+            self.word = {502: "leg_failed", 503: "unavailable", 504: "timeout"}.get(error.status, "internal_error")
 
 
 class Front:
@@ -59,9 +77,9 @@ class Front:
         apis: Sequence[Format],
         pipeline: Pipeline,
         intake: Intake,
-        responder: Responder,
+        manner: Manner,
         readiness: Readiness,
-        models: Models,
+        questions: Questions,
         metrics: Metrics,
         routing_headers: Sequence[str],
         discard: Sequence[str],
@@ -70,9 +88,9 @@ class Front:
         self._apis = tuple(apis)
         self._pipeline = pipeline
         self._intake = intake
-        self._responder = responder
+        self._manner = manner
         self._readiness = readiness
-        self._models = models
+        self._questions = questions
         self._metrics = metrics
         self._routing_headers = tuple(routing_headers)
         self._drop = frozenset((*routing_headers, *discard))
@@ -85,12 +103,13 @@ class Front:
     def routes(self, *, metrics: bool) -> list[web.RouteDef]:
         """Return the routes; ``metrics`` says whether /metrics is on this port."""
         posts = [web.post(PATHS[api], self._handler(api), expect_handler=self._expect) for api in self._apis]
-        gets = [
+        others = [
+            web.post(COUNT_TOKENS_PATH, self._count_tokens, expect_handler=self._expect),
             web.get("/v1/models", self._list_models),
             web.get("/healthz", self._healthz),
             web.get("/readyz", self._readyz),
         ]
-        return [*posts, *gets, *([web.get("/metrics", self.metrics_page)] if metrics else [])]
+        return [*posts, *others, *([web.get("/metrics", self.metrics_page)] if metrics else [])]
 
     def _handler(self, api: Format) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def handle(request: web.Request) -> web.StreamResponse:
@@ -107,23 +126,40 @@ class Front:
             if self.draining:
                 raise Unavailable("this coordinator is shutting down; ask again", headers=_DRAINING)
             ctx = await self._read(request, api, client_id)
-            outcome.result = await self._run(request, ctx)
-            _judge(outcome, outcome.result)
-            return outcome.result.response
+            return await self._run(request, ctx, outcome)
         except asyncio.CancelledError:
-            _fail(outcome, ClientGone("the client left"))
+            outcome.fail(ClientGone("the client left"))
             raise
+        except ClientGone as gone:
+            outcome.fail(gone)
+            return web.Response(status=gone.status)  # never written: the connection is closed
         except ApiError as error:
-            return await self._refuse(request, client_id, error, outcome)
-        except Exception:
-            log.exception("request %s failed by a fault of the coordinator", client_id)
-            fault = InternalError("the coordinator failed; its log has the details")
-            return await self._refuse(request, client_id, fault, outcome)
+            outcome.fail(error)
+            return await refuse(request, api, client_id, error, self._manner)
         finally:
             if ctx is not None:
                 await ctx.aclose()
             self._leave(api)
             self._record(api, client_id, ctx, outcome, self._clock() - begun)
+
+    async def _run(self, request: web.Request, ctx: RequestContext, outcome: Outcome) -> web.StreamResponse:
+        async with Exchange(request, ctx, self._manner) as exchange:
+            try:
+                await self._pipeline.run(ctx)
+                assert ctx.answer is not None
+                result = await exchange.send(ctx.answer)
+                outcome.done(result)
+            except ClientGone:
+                raise
+            except ApiError as error:
+                outcome.fail(error)
+                result = outcome.result = await exchange.fail(error)
+            except Exception:
+                log.exception("request %s failed by a fault of the coordinator", ctx.request_id)
+                fault = InternalError("the coordinator failed; its log has the details")
+                outcome.fail(fault)
+                result = outcome.result = await exchange.fail(fault)
+        return result.response
 
     def _enter(self, api: Format) -> None:
         self.in_flight += 1
@@ -148,21 +184,6 @@ class Front:
             routing=routing,
             stream=bool(body.get("stream")),
         )
-
-    async def _run(self, request: web.Request, ctx: RequestContext) -> Result:
-        read_at = self._clock()
-        await self._pipeline.run(ctx)
-        assert ctx.answer is not None
-        return await self._responder.send(request, ctx, ctx.answer, read_at)
-
-    async def _refuse(
-        self, request: web.Request, client_id: str, error: ApiError, outcome: Outcome
-    ) -> web.StreamResponse:
-        _fail(outcome, error)
-        try:
-            return await self._responder.refuse(request, client_id, error)
-        except ClientGone:
-            return web.Response(status=ClientGone.status)  # never written: the connection is closed
 
     def _record(
         self, api: Format, client_id: str, ctx: RequestContext | None, outcome: Outcome, seconds: float
@@ -215,11 +236,22 @@ class Front:
         return None
 
     async def _list_models(self, request: web.Request) -> web.StreamResponse:
+        return await self._question(request, None, self._questions.models)
+
+    async def _count_tokens(self, request: web.Request) -> web.StreamResponse:
+        async def count(headers: Headers, client_id: str) -> bytes:
+            return await self._questions.count_tokens(headers, client_id, await self._intake.read_json(request))
+
+        return await self._question(request, Format.MESSAGES, count)
+
+    async def _question(
+        self, request: web.Request, api: Format | None, ask: Callable[[Headers, str], Awaitable[bytes]]
+    ) -> web.StreamResponse:
         client_id = request_id(request.headers.get("X-Request-Id"))
         try:
-            body = await self._models.listing(upstream_headers(header_pairs(request), self._drop), client_id)
+            body = await ask(upstream_headers(header_pairs(request), self._drop), client_id)
         except ApiError as error:
-            return await self._responder.refuse(request, client_id, error)
+            return await refuse(request, api, client_id, error, self._manner)
         return web.Response(body=body, content_type="application/json", headers={"X-Request-Id": client_id})
 
     async def _healthz(self, request: web.Request) -> web.StreamResponse:
@@ -237,23 +269,6 @@ class Front:
 
 
 _DRAINING = {"Retry-After": "1", "Connection": "close"}
-
-
-def _judge(outcome: Outcome, result: Result) -> None:
-    outcome.status = result.response.status
-    outcome.word, outcome.error = ("ok", None) if result.error is None else ("stream_broken", result.error)
-
-
-def _fail(outcome: Outcome, error: ApiError) -> None:
-    outcome.status, outcome.error = error.status, type(error).__name__
-    if isinstance(error, ClientGone):
-        outcome.word = "client_gone"
-    elif isinstance(error, LegRejected):
-        outcome.word = "rejected"
-    elif error.status < 500:
-        outcome.word = "bad_request"
-    else:
-        outcome.word = {502: "leg_failed", 503: "unavailable", 504: "timeout"}.get(error.status, "internal_error")
 
 
 def _count(usage: dict[str, object], *names: str) -> int:

@@ -105,6 +105,7 @@ class PipelineSettings:
     kv: KvConnector
     use_openai_format: bool
     on_missing_handover: str
+    expose_transfer_params: bool
     events: Events
 
 
@@ -124,6 +125,15 @@ class Step(Protocol):
     """One leg of the pipeline. ``run`` fills the step's own slots on the context, or raises an ApiError."""
 
     type: ClassVar[str]
+
+    def admit(self, ctx: RequestContext) -> None:
+        """Refuse what this step could not do; asked of every step before the first leg is made.
+
+        A refusal that came later would leave a prefill worker holding blocks for a decode that never comes.
+
+        Raises:
+            ApiError: usually BadRequest, naming the field.
+        """
 
     async def run(self, ctx: RequestContext, upstream: Upstream) -> str:
         """Do the leg; return how it went, a short word for logs and metrics (``ok``, ``skipped``, ``miss``)."""

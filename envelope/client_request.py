@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from envelope import responses
 from envelope.errors import BadRequest
 from envelope.formats import Format
 from envelope.sampling import OUTPUT_CAPS
@@ -41,6 +42,9 @@ def check(api: Format, body: Any) -> Json:
         _check_chat(body)
     if api is Format.COMPLETIONS:
         _check_completions(body)
+    if api is Format.RESPONSES:
+        responses.refuse(body)
+        return responses.prepare(body)
     return body
 
 
@@ -109,7 +113,8 @@ def _check_count(source: Json, name: str, where: str, *, least: int) -> None:
     value = source.get(name)
     if value is None:
         return
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value < _INT64:
+    whole = isinstance(value, (int, float)) and not isinstance(value, bool) and value == int(value)
+    if not whole or not least <= value < _INT64:
         raise BadRequest(
             f"{where}{name} must be an integer of at least {least}, not {_shown(value)}", param=where + name
         )

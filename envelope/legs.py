@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from envelope.client_request import prompt_token_ids
 from envelope.formats import Format
-from envelope.generate import DERENDER, TOKENS
+from envelope.generate import DERENDER, TEXT, TOKENS
 from envelope.kv_transfer import put_in_generate, without_transfer_params
 from envelope.sampling import client_sampling, complete
 
@@ -137,6 +137,28 @@ def prefill_openai(api: Format, body: Json, kv: Mapping[str, Any], token_ids: li
 def decode_openai(api: Format, body: Json, kv: Mapping[str, Any] | None, token_ids: list[int] | None) -> Json:
     """Return the decode leg on the client's own route: the client's body, enriched."""
     return _with_openai_kv(api, body, kv or {}, token_ids)
+
+
+def mode_for(api: Format, configured: str) -> str:
+    """Return the output mode that an API's answers are made of.
+
+    Completions answers hold the text as it was generated: vLLM runs no parser for them, and its render gives none the
+    context that ``derender`` needs.
+    """
+    return TEXT if api is Format.COMPLETIONS else configured
+
+
+def stream_options(api: Format, body: Json, *, counted: bool) -> Json | None:
+    """Return the ``stream_options`` of a streamed decode leg in generate format.
+
+    Args:
+        counted: ask for the usage chunk whatever the client asked: a rebuilt stream leaves it out again, and some
+            envelopes (and our own metrics) need the numbers.
+    """
+    own = body.get("stream_options") if api in (Format.CHAT, Format.COMPLETIONS) else None
+    if not counted:
+        return own
+    return {**(own if isinstance(own, dict) else {}), "include_usage": True}
 
 
 def decode_generate(

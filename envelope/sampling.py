@@ -43,6 +43,9 @@ _SAME_NAME = (
     "structured_outputs",
 )
 
+# JSON has one kind of number: a client may write 2.0 for 2, and the engine takes an integer.
+_INTEGERS = ("n", "top_k", "seed", "min_tokens", "prompt_logprobs", "thinking_token_budget")
+
 # The output cap, in the order in which an API reads its own names for it.
 OUTPUT_CAPS: dict[Format, tuple[str, ...]] = {
     Format.CHAT: ("max_completion_tokens", "max_tokens"),
@@ -58,6 +61,7 @@ ENGINE_MAX_TOKENS = 16
 def client_sampling(api: Format, body: Json) -> Json:
     """Return what a client's body says about generation, in the engine's names; null counts as absent."""
     params = {name: body[name] for name in _SAME_NAME if body.get(name) is not None}
+    params |= {name: _integer(params[name]) for name in _INTEGERS if name in params}
     stop = body.get("stop_sequences") if api is Format.MESSAGES else body.get("stop")
     if stop is not None:
         params["stop"] = [stop] if isinstance(stop, str) else stop
@@ -79,7 +83,7 @@ def output_cap(api: Format, body: Json) -> Any:
     """
     for name in OUTPUT_CAPS.get(api, ()):
         if body.get(name) is not None:
-            return body[name]
+            return _integer(body[name])
     return ENGINE_MAX_TOKENS if api is Format.COMPLETIONS else None
 
 
@@ -94,6 +98,10 @@ def complete(rendered: Json, api: Format, body: Json) -> Json:
         # output_kind: there, absence is what the client meant.
         whole["max_tokens"] = ENGINE_MAX_TOKENS
     return whole
+
+
+def _integer(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _logprobs(api: Format, body: Json) -> Any:

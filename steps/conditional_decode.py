@@ -20,7 +20,7 @@ from envelope.legs import decode_for_generate_client
 from steps.params import LegParams
 
 if TYPE_CHECKING:
-    from coordinator.context import RequestContext
+    from coordinator.context import Headers, LiveStream, RequestContext
     from coordinator.step import PipelineSettings, Upstream
 
 _MISS = 412
@@ -49,7 +49,11 @@ class ConditionalDecode:
 
     def __init__(self, params: Params, settings: PipelineSettings) -> None:
         self.params = params
+        self._settings = settings
         self._limits = params.limits()
+
+    def admit(self, ctx: RequestContext) -> None:
+        pass
 
     async def run(self, ctx: RequestContext, upstream: Upstream) -> str:
         if ctx.api is not Format.GENERATE and has_media(ctx.body):
@@ -75,7 +79,7 @@ class ConditionalDecode:
             live = await upstream.post_json(ctx, leg, accept=(_MISS,))
         if isinstance(live, Reply):
             return self._whole(ctx, live, mode)
-        ctx.answer = Answer(live, ctx.api, headers=live.headers)
+        ctx.answer = self._answer(ctx, live, live.headers)
         if mode is not None:
             check_first_echo(self.type, mode, live.first_event)
         return "hit"
@@ -85,5 +89,9 @@ class ConditionalDecode:
             return "miss"
         if mode is not None:
             check_echo(self.type, mode, reply.body)
-        ctx.answer = Answer(reply.raw, ctx.api, headers=reply.headers, body=reply.body)
+        ctx.answer = self._answer(ctx, reply.raw, reply.headers)
+        ctx.answer.body = reply.body
         return "hit"
+
+    def _answer(self, ctx: RequestContext, source: bytes | LiveStream, headers: Headers) -> Answer:
+        return Answer(source, ctx.api, headers=headers, expose_transfer_params=self._settings.expose_transfer_params)

@@ -12,16 +12,18 @@ from pydantic import Field, field_validator
 
 from coordinator.context import Answer
 from coordinator.step import Leg, PlanRow, Reply
+from envelope import completions
 from envelope.errors import LegFailed
 from envelope.formats import PATHS, Format, leg_format
 from envelope.generate import asked_mode, check_echo, check_first_echo
 from envelope.kv_transfer import KV_CONNECTORS
-from envelope.legs import decode_for_generate_client, decode_generate, decode_openai
+from envelope.legs import decode_for_generate_client, decode_generate, decode_openai, mode_for, stream_options
+from envelope.parse_context import with_parse_context
 from steps.params import LegParams
 from steps.prompt import prompt_ids
 
 if TYPE_CHECKING:
-    from coordinator.context import RequestContext
+    from coordinator.context import Headers, LiveStream, RequestContext
     from coordinator.step import PipelineSettings, Upstream
     from envelope.json_codec import Json
 
@@ -39,6 +41,9 @@ class Params(LegParams):
     wrap_chat_completion: bool = Field(
         default=False, description="rebuild the chat envelope for /v1/chat/completions clients"
     )
+    wrap: tuple[str, ...] = Field(
+        default=(), description="the same for several APIs: all, or a list of chat, completions, responses, messages"
+    )
     send_prompt_token_ids: bool = Field(
         default=False, description="in OpenAI format, give the worker render's tokens so that it need not tokenize"
     )
@@ -50,10 +55,24 @@ class Params(LegParams):
             raise ValueError("tokens would answer clients with ids and no text; write text or derender")
         return value
 
+    @field_validator("wrap", mode="before")
+    @classmethod
+    def _known_apis(cls, value: Any) -> Any:
+        if value == "all":
+            return WRAPPABLE
+        if isinstance(value, str):
+            value = [name.strip() for name in value.split(",") if name.strip()]
+        if not isinstance(value, (list, tuple)):
+            raise ValueError(f"{value!r} is not a list of APIs, write all, or some of {', '.join(WRAPPABLE)}")
+        for name in value:
+            if name not in WRAPPABLE:
+                raise ValueError(f"{name!r} is not an API, write all, or some of {', '.join(WRAPPABLE)}")
+        return tuple(value)
+
     @property
     def wrapped(self) -> frozenset[Format]:
         """The APIs whose envelope is rebuilt."""
-        return frozenset((Format.CHAT,)) if self.wrap_chat_completion else frozenset()
+        return frozenset((*map(Format, self.wrap), *((Format.CHAT,) if self.wrap_chat_completion else ())))
 
 
 class Decode:
@@ -64,9 +83,14 @@ class Decode:
 
     def __init__(self, params: Params, settings: PipelineSettings) -> None:
         self.params = params
+        self._settings = settings
         self._openai = settings.use_openai_format if params.use_openai_format is None else params.use_openai_format
         self._kv = KV_CONNECTORS[params.kv_connector] if params.kv_connector else settings.kv
         self._limits = params.limits()
+
+    def admit(self, ctx: RequestContext) -> None:
+        if ctx.api is Format.COMPLETIONS and leg_format(ctx.api, self._openai) is Format.GENERATE:
+            completions.refuse(ctx.body)
 
     async def run(self, ctx: RequestContext, upstream: Upstream) -> str:
         fmt = leg_format(ctx.api, self._openai)
@@ -91,30 +115,40 @@ class Decode:
             return decode_for_generate_client(ctx.body, ctx.handover)
         assert ctx.rendered is not None, "the registry lets no tokens-in decode start without a render step"
         return decode_generate(
-            ctx.rendered,
-            self.params.output_mode,
+            with_parse_context(ctx.rendered, ctx.api, ctx.body),
+            mode_for(ctx.api, self.params.output_mode),
             ctx.handover,
             stream=ctx.stream,
-            stream_options=ctx.body.get("stream_options"),
+            stream_options=stream_options(ctx.api, ctx.body, counted=self._wraps(ctx.api, fmt)),
         )
 
     async def _whole(self, ctx: RequestContext, upstream: Upstream, leg: Leg, fmt: Format, mode: str | None) -> None:
         reply = await upstream.post_json(ctx, leg)
         if mode is not None:
             check_echo(self.type, mode, reply.body)
-        ctx.answer = Answer(reply.raw, fmt, self._wraps(ctx, fmt), reply.headers, reply.body)
+        ctx.answer = self._answer(ctx, fmt, reply.raw, reply.headers)
+        ctx.answer.body = reply.body
 
     async def _stream(self, ctx: RequestContext, upstream: Upstream, leg: Leg, fmt: Format, mode: str | None) -> None:
         live = await upstream.stream(ctx, leg)
         if isinstance(live, Reply):
             raise LegFailed(self.type, "the worker was asked for a stream and answered with one JSON body")
         # On the context first: whatever happens next, the server closes what the context holds.
-        ctx.answer = Answer(live, fmt, self._wraps(ctx, fmt), live.headers)
+        ctx.answer = self._answer(ctx, fmt, live, live.headers)
         if mode is not None:
             check_first_echo(self.type, mode, live.first_event)
 
-    def _wraps(self, ctx: RequestContext, fmt: Format) -> bool:
-        return fmt is Format.GENERATE and ctx.api in self.params.wrapped
+    def _answer(self, ctx: RequestContext, fmt: Format, source: bytes | LiveStream, headers: Headers) -> Answer:
+        return Answer(
+            source,
+            fmt,
+            wrap=self._wraps(ctx.api, fmt),
+            headers=headers,
+            expose_transfer_params=self._settings.expose_transfer_params,
+        )
+
+    def _wraps(self, api: Format, fmt: Format) -> bool:
+        return fmt is Format.GENERATE and api in self.params.wrapped
 
     def _notes(self, api: Format, fmt: Format) -> tuple[str, ...]:
         if fmt is not Format.GENERATE:
@@ -122,4 +156,4 @@ class Decode:
         if api is Format.GENERATE:
             return ("output_mode is the client's own",)
         rebuilt = f"rebuilt as {api}" if api in self.params.wrapped else "the generate envelope passes through"
-        return (f"output_mode {self.params.output_mode}", rebuilt)
+        return (f"output_mode {mode_for(api, self.params.output_mode)}", rebuilt)

@@ -38,7 +38,7 @@ class Encode:
     def __init__(self, params: Params, settings: PipelineSettings) -> None:
         self.params = params
 
-    async def run(self, ctx: RequestContext, upstream: Upstream) -> str:
+    def admit(self, ctx: RequestContext) -> None:
         part = None if ctx.api is Format.GENERATE else first_media(ctx.body)
         if part:
             raise NotSupported(
@@ -46,6 +46,8 @@ class Encode:
                 "step out of the pipeline so that prefill workers encode",
                 param=part.split(" ")[0],
             )
+
+    async def run(self, ctx: RequestContext, upstream: Upstream) -> str:
         return "skipped"
 
     def plan(self, api: Format) -> PlanRow:

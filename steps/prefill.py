@@ -49,6 +49,9 @@ class Prefill:
         self._kv = KV_CONNECTORS[params.kv_connector] if params.kv_connector else settings.kv
         self._limits = params.limits()
 
+    def admit(self, ctx: RequestContext) -> None:
+        pass
+
     async def run(self, ctx: RequestContext, upstream: Upstream) -> str:
         if reason := self._reason_to_skip(ctx, upstream):
             self._settings.events.prefill_skipped(reason)

@@ -48,6 +48,9 @@ class Render:
         self.params = params
         self._limits = LegLimits(request_s=params.timeout or None)
 
+    def admit(self, ctx: RequestContext) -> None:
+        pass
+
     async def run(self, ctx: RequestContext, upstream: Upstream) -> str:
         if ctx.api is Format.GENERATE:
             ctx.rendered, outcome = ctx.body, "skipped"

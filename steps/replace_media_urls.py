@@ -40,13 +40,15 @@ class ReplaceMediaUrls:
     def __init__(self, params: Params, settings: PipelineSettings) -> None:
         self.params = params
 
-    async def run(self, ctx: RequestContext, upstream: Upstream) -> str:
+    def admit(self, ctx: RequestContext) -> None:
         if part := first_media(ctx.body):
             raise NotSupported(
                 f"{part}: this release does not fetch media at the edge; send text, or ask your operator to take the "
                 f"{self.type} step out of the pipeline so that the workers fetch it",
                 param=part.split(" ")[0],
             )
+
+    async def run(self, ctx: RequestContext, upstream: Upstream) -> str:
         return "skipped"
 
     def plan(self, api: Format) -> PlanRow:

@@ -1,0 +1,113 @@
+"""``coordinator demo``: simulated workers and the coordinator in front of them, in one process on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from coordinator.app import READINESS, Runner, build
+from coordinator.config import Config, ConfigError
+
+_TOKEN_RATE_S = 0.02
+
+_CURL = """\
+curl -N http://{address}/v1/chat/completions -H 'Content-Type: application/json' -d '{{
+  "model": "tiny", "stream": true,
+  "messages": [{{"role": "user", "content": "Say hello in French."}}]}}'"""
+
+
+async def demo(port: int, ask: str | None, stream: bool) -> int:
+    """Run until interrupted; with ``ask``, ask once, print the answer, and stop.
+
+    Raises:
+        ConfigError: the demo extra is not installed, or the port is taken.
+    """
+    try:
+        from coordinator.sim import SimFleet
+    except ImportError as error:
+        raise ConfigError([f"demo: {error}. Install the simulator: pip install 'pd-coordinator[demo]'"]) from None
+    async with SimFleet(prefills=2, decodes=2, itl_s=_TOKEN_RATE_S) as fleet:
+        prefills, decodes = [worker.url for worker in fleet.prefills], [worker.url for worker in fleet.decodes]
+        app = build(Config.model_validate(tree(fleet.render.url, prefills, decodes)))
+        runner = Runner(app, max_header_size=32768)
+        await runner.setup()
+        try:
+            address = await _listen(runner, 0 if ask is not None else port)
+            await _ready(app)
+            if ask is not None:
+                return await _ask(address, ask, stream)
+            _greet(address, fleet.render.url, prefills, decodes)
+            await _interrupted()
+        finally:
+            await runner.cleanup()
+    return 0
+
+
+def tree(render: str, prefills: list[str], decodes: list[str]) -> dict[str, Any]:
+    """Return the demo's configuration: tokenized once by render, tokens-in for prefill, the chat route for decode.
+
+    Decode is given the tokens and parses its own stream: the fleet that most people run.
+    """
+    return {
+        "log_format": "human",
+        "server": {"listen_addr": "127.0.0.1:0", "readiness_interval": "1s"},
+        "pools": {
+            "prefill": {"endpoints": prefills},
+            "decode": {"endpoints": decodes, "policy": "least_inflight"},
+        },
+        "pipeline": {
+            "kv_connector": "kv-nixl",
+            "steps": [
+                {"type": "render", "params": {"address": render}},
+                {"type": "prefill", "params": {"use_openai_format": False}},
+                {"type": "decode", "params": {"send_prompt_token_ids": True}},
+            ],
+        },
+    }
+
+
+async def _listen(runner: Runner, port: int) -> str:
+    try:
+        await web.TCPSite(runner, "127.0.0.1", port).start()
+    except OSError as error:
+        raise ConfigError([f"demo: --port {port}: {error.strerror or error}; choose another, or 0"]) from None
+    host, bound, *_ = runner.addresses[0]
+    return f"{host}:{bound}"
+
+
+async def _ready(app: web.Application) -> None:
+    async with asyncio.timeout(10):
+        await app[READINESS].until_ready()
+
+
+def _greet(address: str, render: str, prefills: list[str], decodes: list[str]) -> None:
+    print(f"render    {render}")
+    for role, urls in (("prefill", prefills), ("decode", decodes)):
+        print(f"{role:9} {'  '.join(urls)}")
+    print(f"listening on http://{address}; try:\n\n{_CURL.format(address=address)}\n", flush=True)
+
+
+async def _ask(address: str, text: str, stream: bool) -> int:
+    body = {"model": "tiny", "stream": stream, "messages": [{"role": "user", "content": text}]}
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"http://{address}/v1/chat/completions", json=body) as answer,
+    ):
+        if not stream:
+            print(json.dumps(await answer.json(), indent=2, ensure_ascii=False))
+        else:
+            async for line in answer.content:
+                print(line.decode().rstrip("\n"), flush=True)
+        return 0 if answer.status == 200 else 1
+
+
+async def _interrupted() -> None:
+    loop, stopped = asyncio.get_running_loop(), asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stopped.set)
+    await stopped.wait()
