@@ -6,21 +6,23 @@ A whole answer becomes a ``Turn``, whichever output mode it is in; a text-mode s
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+import orjson
 
 from envelope import usage
 from envelope.errors import LegFailed
 from envelope.json_codec import JSONDecodeError, loads_lenient
+from envelope.passthrough import DONE, error_message
 from envelope.rebuild import choices_of, content_of
-from envelope.sse import MAX_EVENT_BYTES, Events, EventTooLarge, data_of
+from envelope.sse import MAX_EVENT_BYTES, Events, EventTooLarge, data_of, split
 
 if TYPE_CHECKING:
     from envelope.errors import ApiError
     from envelope.json_codec import Json
     from envelope.shape import Asked
-
-DONE = b"[DONE]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,7 @@ def turn_of(reply: Json) -> Turn:
     )
 
 
-class TextChunks:
+class TextChunks(ABC):
     """Reads generate's text chunks; implements ``Shape``.
 
     The methods that subclasses fill in are called in this order: ``_begin`` before anything else, ``_delta``
@@ -86,21 +88,22 @@ class TextChunks:
 
     def feed(self, data: bytes) -> bytes:
         try:
-            events = self._events.feed(data)
+            block = self._events.whole(data)
         except EventTooLarge as error:
             raise LegFailed("decode", str(error)) from None
-        return b"".join([self._event(event) for event in events])
+        if block.find(b"\n\n") == len(block) - 2 and b"\r" not in block:  # one event in one read is the rule
+            return self._event(block)
+        return b"".join([self._event(event) for event in split(block)]) if block else b""
 
     def close(self) -> bytes:
-        """End the stream.
+        """End the stream; there is never a rest to give back.
 
         Raises:
-            LegFailed: neither the worker's end mark nor its error has come.
+            LegFailed: neither the worker's end mark, after a finish, nor its error has come.
         """
-        rest = self.feed(b"\n\n")  # a last event whose blank line was left out
         if not self._ended:
             raise LegFailed("decode", "the worker's stream ended early")
-        return rest
+        return b""
 
     def fail(self, error: ApiError, request_id: str) -> bytes:
         """Give back the events that tell a client, mid-stream, of a failure that the worker did not tell of.
@@ -114,11 +117,19 @@ class TextChunks:
 
     def _event(self, event: bytes) -> bytes:
         data = data_of(event)
-        if data is None or self._ended:
+        if data is None:
+            return event  # a comment: it keeps the client's connection alive too
+        if self._ended or not data:
             return b""
-        if data == DONE:
-            return self._finished()
+        if data[:1] != b"{":
+            return self._mark(data)
         chunk = _parsed(data)
+        try:
+            return self._chunk(chunk)
+        except (AttributeError, KeyError, TypeError) as error:
+            raise LegFailed("decode", f"cannot read a chunk of the worker's stream: {error!r}") from None
+
+    def _chunk(self, chunk: Json) -> bytes:
         if chunk.get("error"):
             return self._failed(chunk["error"])
         if chunk.get("usage"):
@@ -131,7 +142,7 @@ class TextChunks:
         self._output_tokens += len(choice.get("token_ids") or ())
         if choice.get("finish_reason") is not None:
             self._finish, self._stop = choice["finish_reason"], choice.get("stop_reason")
-        text = choice.get("text")
+        text = choice["text"]
         if not text:
             return begin
         self.content_seen = True
@@ -141,7 +152,9 @@ class TextChunks:
         self._begun = True
         return self._begin()
 
-    def _finished(self) -> bytes:
+    def _mark(self, data: bytes) -> bytes:
+        if data.strip() != DONE:
+            raise LegFailed("decode", "an event of the worker's stream is no JSON object")
         if self._finish is None:  # the end mark without a finish: close() calls it a cut
             return b""
         self._ended = True
@@ -149,32 +162,41 @@ class TextChunks:
 
     def _failed(self, error: Any) -> bytes:
         self._ended = True
-        body = error if isinstance(error, dict) else {"message": str(error)}
-        self.error = str(body.get("message") or body)
-        return self._broken(body)
+        self.error = error_message(error)
+        return self._broken(error if isinstance(error, dict) else {"message": self.error})
 
     def _counts(self) -> Json:
         """Return the worker's usage; without it, the tokens that were rendered and those that came."""
         return self.usage or usage.counts(usage.prompt_length(self._asked.rendered), self._output_tokens)
 
+    @abstractmethod
     def _begin(self) -> bytes:
-        raise NotImplementedError
+        """Return what opens a stream."""
 
+    @abstractmethod
     def _delta(self, text: str, choice: Json) -> bytes:
-        raise NotImplementedError
+        """Return the event for a piece of text, which is not empty."""
 
+    @abstractmethod
     def _end(self) -> bytes:
-        raise NotImplementedError
+        """Return what ends a whole stream."""
 
+    @abstractmethod
     def _broken(self, error: Json) -> bytes:
-        raise NotImplementedError
+        """Return what ends a stream that fails, for an OpenAI ``error`` object."""
 
 
 def _parsed(data: bytes) -> Json:
+    """Parse a chunk; not by json_codec, as no number that is passed on can be beyond 64 bits."""
     try:
-        chunk = loads_lenient(data)
+        return orjson.loads(data)  # type: ignore[no-any-return]
     except JSONDecodeError:
-        raise LegFailed("decode", "an event of the worker's stream is not JSON") from None
-    if not isinstance(chunk, dict):
-        raise LegFailed("decode", "an event of the worker's stream is not a JSON object")
+        return _lenient(data)
+
+
+def _lenient(data: bytes) -> Json:
+    try:
+        chunk: Json = loads_lenient(data)
+    except JSONDecodeError as error:
+        raise LegFailed("decode", f"a chunk of the worker's stream is no JSON: {error}") from None
     return chunk

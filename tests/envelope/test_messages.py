@@ -137,9 +137,7 @@ def test_the_recorded_answer_is_rebuilt_from_the_recorded_derender_answer_of_the
     Message.model_validate(rebuilt)
 
 
-@pytest.mark.parametrize(
-    "name", ["messages_plain", "messages_text", "messages_stop_sequence", "messages_tool_call"]
-)
+@pytest.mark.parametrize("name", ["messages_plain", "messages_text", "messages_stop_sequence", "messages_tool_call"])
 def test_every_recorded_answer_is_rebuilt_from_what_its_engine_said(name: str):
     native = recorded(f"messages/{name}")
     rebuilt = messages.whole(reply_for(native["response"]["body"]), asked(native["request"]["body"]))
@@ -200,9 +198,7 @@ def test_a_call_without_arguments_has_an_empty_input():
 
 
 def test_numbers_in_arguments_keep_every_digit():
-    block = messages.whole(reply(calling('{"id": 123456789012345678901234567890, "x": 1.0}')), asked({}))[
-        "content"
-    ][0]
+    block = messages.whole(reply(calling('{"id": 123456789012345678901234567890, "x": 1.0}')), asked({}))["content"][0]
     assert block["input"] == {"id": 123456789012345678901234567890, "x": 1.0}
 
 
