@@ -1,0 +1,273 @@
+"""The steps that a file names, and each rule that refuses a pipeline which cannot work."""
+
+# ruff: noqa: E501  # a sentence stands on one line, as the operator reads it
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from coordinator.config import ConfigError, load
+from coordinator.registry import RULES, STEP_TYPES, build, json_schema
+from envelope.formats import Format
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+GATEWAY = {"address": "http://g"}
+RENDER = {"type": "render", "params": {"address": "http://r"}}
+NIXL_POOLS = {"prefill": {"endpoints": ["http://a"]}, "decode": {"endpoints": ["http://b"]}}
+
+
+class NoEvents:
+    def handover_missing(self, reason: str, policy: str) -> None: ...
+
+    def prefill_skipped(self, reason: str) -> None: ...
+
+
+@pytest.fixture
+def made(tmp_path: Path):
+    """Build the steps of a configuration; a step may be named by its type alone."""
+
+    def build_steps(*steps: str | dict[str, Any], gateway: Any = GATEWAY, pools: Any = None, **pipeline: Any):
+        named = [{"type": step} if isinstance(step, str) else step for step in steps]
+        file = tmp_path / "pd.yaml"
+        file.write_text(json.dumps({"gateway": gateway, "pools": pools, "pipeline": {**pipeline, "steps": named}}))
+        return build(load(str(file), {}), NoEvents())
+
+    return build_steps
+
+
+@pytest.fixture
+def refused(made, tmp_path: Path):
+    """Return the sentences that a configuration is refused with, the file's name taken off."""
+
+    def sentences(*steps: str | dict[str, Any], **config: Any) -> list[str]:
+        with pytest.raises(ConfigError) as caught:
+            made(*steps, **config)
+        return [problem.removeprefix(f"{tmp_path}/pd.yaml: ") for problem in caught.value.problems]
+
+    return sentences
+
+
+def step(type_: str, **params: Any) -> dict[str, Any]:
+    return {"type": type_, "params": params}
+
+
+def test_every_step_of_the_file_is_made_in_its_order(made) -> None:
+    named = ["replace-media-urls", RENDER, "conditional-decode", "encode", "prefill", "decode"]
+    assert [made_step.type for made_step in made(*named)] == list(STEP_TYPES)
+
+
+def test_a_step_is_registered_under_its_own_type(made) -> None:
+    assert {name: kind.make.type for name, kind in STEP_TYPES.items()} == {name: name for name in STEP_TYPES}
+
+
+def test_a_step_inherits_the_pipeline_s_settings_and_overrides_them(made) -> None:
+    *_, prefill, decode = made(RENDER, step("prefill", use_openai_format=True), "decode", use_openai_format=False)
+    assert prefill.plan(Format.CHAT).format is Format.CHAT
+    assert decode.plan(Format.CHAT).format is Format.GENERATE
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("prefil", "'prefil' is not a step, did you mean prefill? (replace-media-urls, render, conditional-decode, encode, prefill, decode)"),
+        ("zzz", "'zzz' is not a step, write one of these: (replace-media-urls, render, conditional-decode, encode, prefill, decode)"),
+        ("async-broker", "async-broker (requests that queue) comes in a later release, take the step out"),
+        ("force-stream", "force-stream comes in a later release, take the step out"),
+    ],
+)  # fmt: skip
+def test_a_step_that_there_is_not_is_refused_with_those_that_there_are(refused, name: str, sentence: str) -> None:
+    assert refused(name, "decode") == [f"pipeline.steps[0].type: {sentence}"]
+
+
+def test_prefill_decode_is_named_as_a_later_step(refused) -> None:
+    assert refused("prefill-decode") == [
+        "pipeline.steps[0].type: prefill-decode (both legs in flight at once) comes in a later release, write a prefill and a decode step"
+    ]
+
+
+def test_a_slip_in_the_last_step_s_name_is_the_only_problem(refused) -> None:
+    (sentence,) = refused("prefill", "decod")
+    assert sentence.startswith("pipeline.steps[1].type: 'decod' is not a step, did you mean decode?")
+
+
+PARAMS = [
+    (step("decode", kv_conector="kv-nixl"), "kv_conector: unknown key, did you mean kv_connector?"),
+    (step("decode", output_mode="tokens"), "output_mode: tokens would answer clients with ids and no text; write text or derender"),
+    (step("decode", output_mode="txt"), "output_mode: 'txt' is not one of text, derender, did you mean text?"),
+    (step("decode", wrap_chat_completion="maybe"), "wrap_chat_completion: 'maybe' is neither true nor false, write one of them"),
+    (step("decode", first_byte_timeout=30), "first_byte_timeout: 30 has no unit, write 30s"),
+    (step("decode", kv_connector="kv-sglang"), "kv_connector: kv-sglang needs prefill and decode in flight at once, and a step for that comes in a later release: write kv-nixl or kv-shared-storage"),
+    (step("decode", kv_connector="nixl"), "kv_connector: 'nixl' is not one of kv-shared-storage, kv-nixl, did you mean kv-nixl?"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("decode", "sentence"), PARAMS)
+def test_what_is_wrong_with_a_step_s_params(refused, decode: dict[str, Any], sentence: str) -> None:
+    assert refused("prefill", decode) == [f"pipeline.steps[1].params.{sentence}"]
+
+
+def test_render_needs_an_address(refused) -> None:
+    assert refused("render", "decode") == [
+        "pipeline.steps[0].params.address: missing, and has no default: write the render service, as http://host:port"
+    ]
+
+
+def test_conditional_decode_has_no_wire_format(refused) -> None:
+    (sentence,) = refused(step("conditional-decode", use_openai_format=True), "decode")
+    assert sentence.startswith("pipeline.steps[0].params: use_openai_format cannot be set on conditional-decode")
+
+
+def test_a_param_without_a_value_is_one_that_is_not_there(made) -> None:
+    assert made(step("decode", output_mode=None))[0].params.output_mode == "text"
+
+
+ORDER = [
+    (("decode", "prefill"), "steps[1]: prefill must stand before decode (steps[0]), which needs its result"),
+    (("prefill", RENDER, "decode"), "steps[1]: render must stand before prefill (steps[0]), which needs its tokens"),
+    (("prefill", "conditional-decode", "decode"), "steps[1]: conditional-decode must stand before prefill (steps[0]), whose work it may save"),
+    (("prefill", "encode", "decode"), "steps[1]: encode must stand before prefill (steps[0]), which needs its result"),
+    ((RENDER, "replace-media-urls", "decode"), "steps[1]: replace-media-urls must stand before render (steps[0]), which would be sent the URLs"),
+    (("decode", RENDER), "steps[1]: render must stand before decode (steps[0]), which needs its tokens"),
+    (("decode", "decode"), "steps[1]: decode stands at steps[0] already, take one out"),
+    (("prefill", "prefill", "decode"), "steps[1]: prefill stands at steps[0] already, take one out"),
+    (("prefill",), "steps: no step answers the client, write {type: decode} as the last one"),
+    (("conditional-decode",), "steps: no step answers the client, write {type: decode} as the last one"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("steps", "sentence"), ORDER)
+def test_an_order_that_cannot_work_is_refused(refused, steps: tuple[Any, ...], sentence: str) -> None:
+    assert refused(*steps) == [f"pipeline.{sentence}"]
+
+
+def test_conditional_decode_may_ask_before_render_makes_tokens(made) -> None:
+    assert len(made("conditional-decode", RENDER, "decode")) == 3
+
+
+def test_a_role_without_a_pool_or_a_gateway_is_refused(refused) -> None:
+    assert refused("prefill", "decode", gateway=None, pools={"decode": {"endpoints": ["http://a"]}}) == [
+        "pipeline.steps[0]: prefill has no workers, write pools.prefill.endpoints or gateway.address"
+    ]
+
+
+def test_a_role_may_have_a_pool_while_another_goes_by_the_gateway(made) -> None:
+    assert len(made("prefill", "decode", pools={"decode": {"endpoints": ["http://a"]}})) == 2
+
+
+def test_a_pool_or_gateway_that_no_step_asks_is_refused(refused) -> None:
+    assert refused("decode", pools={"prefill": {"endpoints": ["http://a"]}}) == [
+        "pools.prefill: no step asks these workers, add a prefill step or take the pool out"
+    ]
+    assert refused("prefill", "decode", pools=NIXL_POOLS) == [
+        "gateway: every role has a pool, so no leg goes to the gateway: take one of them out"
+    ]
+
+
+def test_a_nixl_worker_in_both_pools_is_refused(refused, made) -> None:
+    pools = {"prefill": {"endpoints": ["http://a"]}, "decode": {"endpoints": ["http://b", "http://a:80"]}}
+    assert refused("prefill", "decode", gateway=None, pools=pools, kv_connector="kv-nixl") == [
+        "pools.decode.endpoints[1]: http://a:80 is in pools.prefill too, and a NIXL worker cannot fetch from itself: take one out"
+    ]
+    assert made("prefill", "decode", gateway=None, pools=pools, kv_connector="kv-shared-storage")
+
+
+def test_one_header_cannot_name_two_workers(refused) -> None:
+    pool = {"header": "x-worker", "allow": ["10.0.0.0/8"]}
+    assert refused("prefill", "decode", gateway=None, pools={"prefill": pool, "decode": pool}) == [
+        "pools.decode.header: x-worker names the prefill worker already, write another"
+    ]
+
+
+def test_legs_with_different_connectors_are_refused(refused, made) -> None:
+    assert refused(step("prefill", kv_connector="kv-nixl"), "decode") == [
+        "pipeline.steps[0].params.kv_connector: prefill leaves its result by kv-nixl and decode takes it by kv-shared-storage, write the same for both"
+    ]
+    assert made(step("prefill", kv_connector="kv-nixl"), step("decode", kv_connector="kv-nixl"))
+
+
+def test_tokens_in_without_a_render_step_is_refused(refused, made) -> None:
+    rest = "false sends token ids, and no render step makes them: add one before the first leg, or write true"
+    assert refused("prefill", "decode", use_openai_format=False) == [f"pipeline.use_openai_format: {rest}"]
+    assert refused("prefill", step("decode", use_openai_format=False)) == [
+        f"pipeline.steps[1].params.use_openai_format: {rest}"
+    ]
+    assert made(RENDER, "prefill", "decode", use_openai_format=False)
+    assert made("prefill", "decode", use_openai_format=True)
+
+
+def test_wrap_without_a_tokens_in_decode_is_refused(refused, made) -> None:
+    assert refused(RENDER, "prefill", step("decode", wrap_chat_completion=True)) == [
+        "pipeline.steps[2].params.wrap_chat_completion: the answer is in the client's envelope already, take it out or send this leg tokens-in"
+    ]
+    assert made(RENDER, "prefill", step("decode", wrap_chat_completion=True), use_openai_format=False)
+
+
+@pytest.mark.parametrize("leg", ["prefill", "decode"])
+def test_token_ids_beside_an_openai_body_need_a_render_step_and_that_format(refused, made, leg: str) -> None:
+    legs = [step(name, send_prompt_token_ids=name == leg) for name in ("prefill", "decode")]
+    index = ["prefill", "decode"].index(leg)
+    assert refused(*legs) == [
+        f"pipeline.steps[{index}].params.send_prompt_token_ids: no render step makes token ids, add one before it or take it out"
+    ]
+    assert refused(RENDER, *legs, use_openai_format=False) == [
+        f"pipeline.steps[{index + 1}].params.send_prompt_token_ids: a leg on the generate route carries the token ids anyway, take it out"
+    ]
+    assert made(RENDER, *legs)
+
+
+def test_faults_of_steps_and_of_their_order_are_told_at_once(refused) -> None:
+    assert refused("decode", step("prefill", kv_conector="x"), "rendr", gateway=None) == [
+        "pipeline.steps[1].params.kv_conector: unknown key, did you mean kv_connector?",
+        "pipeline.steps[2].type: 'rendr' is not a step, did you mean render? (replace-media-urls, render, conditional-decode, encode, prefill, decode)",
+        "pipeline.steps[1]: prefill must stand before decode (steps[0]), which needs its result",
+        "pipeline.steps[2]: render must stand before decode (steps[0]), which needs its tokens",
+        "pipeline.steps[0]: decode has no workers, write pools.decode.endpoints or gateway.address",
+        "pipeline.steps[1]: prefill has no workers, write pools.prefill.endpoints or gateway.address",
+    ]
+
+
+def test_every_rule_has_a_name_that_says_what_holds() -> None:
+    assert len({rule.__name__ for rule in RULES}) == len(RULES)
+
+
+SCHEMA = json_schema()
+
+
+def test_the_schema_is_a_schema_and_writes_defaults_as_the_file_does() -> None:
+    Draft202012Validator.check_schema(SCHEMA)
+    assert SCHEMA["$defs"]["Server"]["properties"]["read_timeout"]["default"] == "30s"
+    assert SCHEMA["$defs"]["Server"]["properties"]["listen_addr"]["default"] == ":8080"
+
+
+@pytest.mark.parametrize(
+    ("steps", "valid"),
+    [
+        ([{"type": "decode"}], True),
+        ([{"type": "decode", "params": {"output_mode": "derender"}}], True),
+        ([RENDER, {"type": "decode"}], True),
+        ([], False),
+        ([{"type": "decoder"}], False),
+        ([{"type": "render"}], False),
+        ([{"type": "render", "params": {}}], False),
+        ([{"type": "decode", "params": {"output_mode": "tokens"}}], False),
+        ([{"type": "decode", "params": {"address": "http://r"}}], False),
+        ([{"type": "decode", "params": {"idle_timeout": 30}}], False),
+    ],
+)
+def test_the_schema_knows_the_params_of_each_step(steps: list[Any], valid: bool) -> None:
+    assert Draft202012Validator(SCHEMA).is_valid({"pipeline": {"steps": steps}}) is valid
+
+
+def test_every_key_of_the_schema_has_a_description() -> None:
+    bare = [
+        f"{section}.{key}"
+        for section, described in SCHEMA["$defs"].items()
+        for key, value in described["properties"].items()
+        if not value.get("description")
+    ]
+    assert bare == []

@@ -1,0 +1,143 @@
+"""Every shipped configuration loads and builds, and the reference holds exactly the models' keys and defaults.
+
+In reference.yaml a line of ``#`` and a key (no space between) is a key that is switched off; ``# `` begins prose.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_origin
+
+import pytest
+import yaml
+
+from coordinator.config import Config, load
+from coordinator.problems import section_in
+from coordinator.registry import STEP_TYPES, build
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pydantic import BaseModel
+
+FOLDER = Path(__file__).resolve().parents[1] / "pipeline_configs"
+FILES = sorted(FOLDER.glob("*.yaml"))
+REFERENCE = (FOLDER / "reference.yaml").read_text()
+
+_OFF = re.compile(r"^(\s*)#(?=[a-z-])", re.MULTILINE)
+_KEY = re.compile(r"(?:- )?([a-z_]+):")
+
+
+class NoEvents:
+    def handover_missing(self, reason: str, policy: str) -> None: ...
+
+    def prefill_skipped(self, reason: str) -> None: ...
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_it_loads_and_builds(file: Path) -> None:
+    config = load(str(file), {})
+    assert [step.type for step in build(config, NoEvents())] == [step.type for step in config.pipeline.steps]
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if file.name != "reference.yaml"], ids=lambda file: file.name)
+def test_it_opens_with_what_it_is_for_what_the_fleet_is_and_what_workers_need(file: Path) -> None:
+    assert [line.split(":")[0] for line in file.read_text().splitlines()[:3]] == ["# For", "# Fleet", "# Workers"]
+
+
+def switched_on() -> dict[str, Any]:
+    tree = yaml.safe_load(_OFF.sub(r"\1", REFERENCE))
+    assert isinstance(tree, dict)
+    return tree
+
+
+def walk(model: type[BaseModel], given: dict[str, Any], path: str = "") -> Iterator[tuple[str, set[str], set[str]]]:
+    """Yield each section of the reference, with the keys that its model has and the keys that are written."""
+    yield path, set(model.model_fields), set(given)
+    for name, info in model.model_fields.items():
+        section = section_in(info.annotation)
+        if section is not None and name in given and get_origin(info.annotation) is not tuple:
+            yield from walk(section, given[name], f"{path}{name}.")
+
+
+def test_the_reference_has_every_key_of_the_models_and_no_other() -> None:
+    tree = switched_on()
+    sections = {path: (has, written) for path, has, written in walk(Config, tree)}
+    # A pool is described once, over two roles: one named by a header, the other by its endpoints.
+    pool_keys, prefill = sections.pop("pools.prefill.")
+    _, decode = sections.pop("pools.decode.")
+    sections["a pool"] = (pool_keys, prefill | decode)
+    sections |= {
+        step["type"]: (set(STEP_TYPES[step["type"]].params.model_fields), set(step["params"]))
+        for step in tree["pipeline"]["steps"]
+    }
+    assert {name: written for name, (_, written) in sections.items()} == {
+        name: has for name, (has, _) in sections.items()
+    }
+    assert [step["type"] for step in tree["pipeline"]["steps"]] == list(STEP_TYPES)
+
+
+def test_a_key_that_is_on_in_the_reference_has_its_default() -> None:
+    config = load(str(FOLDER / "reference.yaml"), {})
+    bare = Config.model_validate(
+        {"gateway": {"address": config.gateway.address}, "pipeline": {"steps": [{"type": "decode"}]}}
+    )
+    assert config.model_dump(exclude={"pipeline": {"steps"}}) == bare.model_dump(exclude={"pipeline": {"steps"}})
+    for step in config.pipeline.steps:
+        params = STEP_TYPES[step.type].params
+        needed = {name: step.params[name] for name, info in params.model_fields.items() if info.is_required()}
+        assert params.model_validate(step.params) == params.model_validate(needed)
+
+
+@pytest.mark.parametrize("without", ["gateway", "pools"])
+def test_the_reference_works_with_everything_switched_on(without: str, tmp_path: Path) -> None:
+    tree = switched_on()
+    del tree[without]
+    file = tmp_path / "on.yaml"
+    file.write_text(yaml.safe_dump(tree))
+    assert len(build(load(str(file), {}), NoEvents())) == len(STEP_TYPES)
+
+
+def test_a_key_that_is_off_and_has_a_default_shows_it(tmp_path: Path) -> None:
+    tree = switched_on()
+    for step in tree["pipeline"]["steps"]:
+        params = STEP_TYPES[step["type"]].params
+        shown = params.model_validate(step["params"])
+        for name, info in params.model_fields.items():
+            if not info.is_required() and info.default is not None:
+                assert getattr(shown, name) == info.default, (step["type"], name)
+    config = Config.model_validate(tree)
+    for pool in (config.pools.prefill, config.pools.decode):
+        for name in pool.model_fields_set:
+            default = type(pool).model_fields[name].default
+            assert default is None or getattr(pool, name) == default
+
+
+def comments() -> Iterator[tuple[str, str]]:
+    """Yield each key of the reference with the prose right above it."""
+    prose: list[str] = []
+    for line in REFERENCE.split("\n\n", 1)[1].splitlines():
+        text = line.strip()
+        if text.startswith("# "):
+            prose.append(text.removeprefix("# "))
+        elif key := _KEY.match(text.removeprefix("#")):
+            yield key.group(1), " ".join(prose)
+            prose = []
+
+
+def descriptions(model: type[BaseModel]) -> Iterator[tuple[str, str]]:
+    for name, info in model.model_fields.items():
+        yield name, info.description or ""
+        section = section_in(info.annotation)
+        if section is not None and get_origin(info.annotation) is not tuple:
+            yield from descriptions(section)
+
+
+def test_the_reference_says_of_each_key_what_the_schema_says() -> None:
+    """One sentence for each key: what editors show from the schema and what the reference says cannot drift apart."""
+    said = {pair for pair in comments() if pair[1]}
+    meant = set(descriptions(Config))
+    for kind in STEP_TYPES.values():
+        meant |= set(descriptions(kind.params))
+    assert said == meant
