@@ -1,0 +1,148 @@
+"""Real servers for the tests: each in a process group of its own, on 127.0.0.1, with its log in a file.
+
+``Process`` starts, awaits and ends one; ``vllm`` is the command line and environment of one vLLM server. Its
+roles are ``render`` (no engine), ``prefill`` and ``decode``, which hand KV blocks over by NIXL on loopback or
+by files in a shared folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Self
+
+MODEL = Path(__file__).parent.parent / "data" / "tiny-model"
+MODEL_NAME = "tiny"
+MAX_MODEL_LEN = 4096
+BLOCK_TOKENS = 32  # NIXL on CPUs takes multiples of 32 only
+
+# Set by the kernel, so that a test run that is killed leaves no server behind to hold both cores.
+_DIE_WITH_PARENT = (
+    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execvp(sys.argv[1], sys.argv[1:])"
+)
+
+
+class Process:
+    """A server process, with its URL and its log."""
+
+    def __init__(
+        self, name: str, command: list[str], port: int, log: Path, env: dict[str, str] | None = None
+    ):
+        self.name = name
+        self.url = f"http://127.0.0.1:{port}"
+        self.log = log
+        self._began = time.monotonic()
+        with log.open("wb") as out:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _DIE_WITH_PARENT, *command],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=os.environ | (env or {}),
+                start_new_session=True,
+            )
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def wait_until_ready(self, path: str, timeout_s: float) -> Self:
+        """Wait for a 200 on ``path``; an end of the process or of the time is an error with the log in it."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            if not self.alive:
+                raise RuntimeError(f"{self.name} ended with {self._process.returncode}:\n{self.log_tail()}")
+            with contextlib.suppress(OSError), urllib.request.urlopen(self.url + path, timeout=2):
+                return self
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{self.name}: no 200 on {path} in {timeout_s} s:\n{self.log_tail()}")
+            time.sleep(0.1)
+
+    def signal(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
+    def stop(self, grace_s: float = 20) -> int:
+        """End the process by SIGTERM, and what is left of its group by SIGKILL; return the exit status."""
+        if self.alive:
+            self.signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(grace_s)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        return self._process.wait()
+
+    def log_tail(self, start: int = 0, lines: int = 40) -> str:
+        """Return the last lines that were logged after the first ``start`` bytes."""
+        text = self.log.read_bytes()[start:].decode(errors="replace")
+        return "\n".join(text.splitlines()[-lines:])
+
+
+def vllm(role: str, python: Path, logs: Path, kv_folder: Path | None = None, **flags: str) -> Process:
+    """Start one vLLM server.
+
+    Args:
+        role: "render", "prefill" or "decode".
+        python: that of the environment of vllm_env.py.
+        logs: the folder for the log.
+        kv_folder: hand KV blocks over in this folder, not by NIXL.
+        flags: more of vLLM's, as kv_cache_memory_bytes="1000000".
+    """
+    port, side_port = free_ports(2)
+    env = _QUIET | _CORES | {"VLLM_HOST_IP": "127.0.0.1"}
+    command = ["launch", "render"] if role == "render" else ["serve"]
+    command += [str(MODEL), "--host", "127.0.0.1", "--port", str(port), "--served-model-name", MODEL_NAME]
+    command += ["--max-model-len", str(MAX_MODEL_LEN), "--reasoning-parser", "qwen3"]
+    command += ["--tool-call-parser", "hermes", "--enable-auto-tool-choice"]
+    if role != "render":
+        command += ["--enable-scale-out", "--enable-prompt-tokens-details", "--shutdown-timeout", "5"]
+        command += ["--dtype", "float32", "--enforce-eager", "--max-num-seqs", "32"]
+        command += ["--block-size", str(BLOCK_TOKENS)]
+        flags.setdefault("kv_cache_memory_bytes", str(128 << 20))  # 1024 blocks
+        command += ["--kv-transfer-config", json.dumps(_connector(role, kv_folder))]
+        env |= _NIXL | {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_port)}
+    for flag, value in flags.items():
+        command += ["--" + flag.replace("_", "-"), value]
+    module = [str(python), "-m", "vllm.entrypoints.cli.main"]
+    return Process(role, module + command, port, logs / f"{role}-{port}.log", env)
+
+
+def _connector(role: str, kv_folder: Path | None) -> dict[str, object]:
+    kv_role = "kv_producer" if role == "prefill" else "kv_consumer"
+    if kv_folder is None:
+        return {"kv_connector": "NixlConnector", "kv_role": kv_role, "kv_buffer_device": "cpu"}
+    folder = {"shared_storage_path": str(kv_folder)}
+    return {"kv_connector": "ExampleConnector", "kv_role": kv_role, "kv_connector_extra_config": folder}
+
+
+_QUIET = {
+    "VLLM_TARGET_DEVICE": "cpu",  # 0.33 over older extensions has no other mark of a CPU build
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+}
+_CORES = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    # The three settings that vllm_env.py patches in, which says why.
+    "PD_E2E_NO_PIN": "1",
+    # With 0.002 a wake-up was lost now and then and a request hung for seconds.
+    "PD_E2E_BUSY_LOOP_S": "0.05",
+    "PD_E2E_PROGRESS_DELAY_US": "1000",
+}
+_NIXL = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo", "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1"}
+
+
+def free_ports(count: int) -> list[int]:
+    """Return ports that were free a moment ago."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [s.getsockname()[1] for s in sockets]
