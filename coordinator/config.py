@@ -36,6 +36,7 @@ from coordinator.units import (
     ListenAddr,
     Megabytes,
     PositiveDuration,
+    Whole,
     origin,
 )
 from coordinator.yaml_file import read
@@ -179,7 +180,7 @@ class Server(Section):
     max_request_body_size: Megabytes = Field(
         64, description="largest request body in megabytes; images sent as data: URIs are inside it"
     )
-    metrics_port: int | None = Field(
+    metrics_port: Whole | None = Field(
         None,
         le=65535,
         description="own port of /metrics (llm-d: 9090); unset is the main port, 0 or less turns it off",
@@ -205,6 +206,13 @@ class Server(Section):
     metrics_cert_dir: Annotated[str, _TLS] = Field(
         "", description="folder with the metrics port's tls.crt and tls.key; only empty for now"
     )
+
+    def _faults(self) -> Iterator[tuple[str, str]]:
+        if self.metrics_port is not None and 0 < self.metrics_port == self.listen_addr.port:
+            yield (
+                "metrics_port",
+                f"{self.metrics_port} is listen_addr's port too, take the key out to have /metrics there",
+            )
 
 
 class Gateway(Section):

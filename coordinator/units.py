@@ -365,8 +365,7 @@ Allow = Annotated[
 Count = Annotated[int, Field(ge=1), BeforeValidator(_whole)]
 """A whole number from 1 up."""
 
-Limit = Annotated[int, Field(ge=0), BeforeValidator(_whole)]
-"""A whole number where 0 is "no limit"."""
+Whole = Annotated[int, BeforeValidator(_whole)]
 
 Items = BeforeValidator(_items)
 """Put before a list or tuple: also takes one text with commas."""

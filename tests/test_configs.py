@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any, get_origin
 
 import pytest
 import yaml
+from jsonschema import Draft202012Validator
 
 from coordinator.config import Config, load
 from coordinator.problems import section_in
-from coordinator.registry import STEP_TYPES, build
+from coordinator.registry import STEP_TYPES, build, json_schema
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,6 +40,12 @@ class NoEvents:
 def test_it_loads_and_builds(file: Path) -> None:
     config = load(str(file), {})
     assert [step.type for step in build(config, NoEvents())] == [step.type for step in config.pipeline.steps]
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_an_editor_that_has_the_schema_finds_no_fault_with_it(file: Path) -> None:
+    faults = Draft202012Validator(json_schema()).iter_errors(yaml.safe_load(file.read_text()))
+    assert [fault.message for fault in faults] == []
 
 
 @pytest.mark.parametrize("file", [file for file in FILES if file.name != "reference.yaml"], ids=lambda file: file.name)

@@ -161,6 +161,8 @@ SERVER = [
     ("max_header_size: x", "max_header_size: 'x' is not a whole number, write one"),
     ("max_header_size: 1.5", "max_header_size: 1.5 is not a whole number, write one"),
     ("max_header_size: true", "max_header_size: true is not a whole number, write a number such as 1"),
+    ("metrics_port: true", "metrics_port: true is not a whole number, write a number such as 1"),
+    ("metrics_port: 8080", "metrics_port: 8080 is listen_addr's port too, take the key out to have /metrics there"),
     ("metrics_port: 99999", "metrics_port: 99999 is too large, write at most 65535"),
     (
         "secure_serving: true",

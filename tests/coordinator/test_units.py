@@ -128,6 +128,7 @@ def test_a_base_url_is_scheme_host_and_port(text: str, url: str) -> None:
         ("http://127.1", "'127.1' is not an address, write a host name or an IP address"),
         ("http://::1:80", "'::1:80' is not a host, write an IPv6 address as http://[2001:db8::1]:8000"),
         ("http://[::1", "'http://[::1' is not an address, write it as http://host:8000"),
+        ("http://[x]", "'http://[x]' is not an address, write it as http://host:8000"),
         (8000, "8000 is not an address, write it as http://host:8000"),
     ],
 )
@@ -225,6 +226,7 @@ def test_an_allow_entry_admits_networks_names_and_ports(entry: str, host: str, p
         ("*.decode", "'*.decode' has a wildcard, write '10.0.0.0/8' or each host name in full"),
         ("http://a", "'http://a' is a URL, write only the host or network, such as '10.0.0.0/8:8000'"),
         ("a:90-80", "the port range 90-80 runs backwards, write 80-90"),
+        ("[a:1]:80", "'[a:1]:80' is not an allow entry, write a host once and its ports once"),
         ("a:x", "'x' is not a port, write a number from 1 to 65535"),
         ("127.1", "'127.1' is not an address, write a host name or an IP address"),
         ("[::1", "'[::1' is not an allow entry, write IPv6 with a port as '[2001:db8::/32]:8000'"),
@@ -234,6 +236,13 @@ def test_an_allow_entry_admits_networks_names_and_ports(entry: str, host: str, p
 )
 def test_an_allow_entry_that_would_let_more_in_than_it_says_is_refused(text: object, sentence: str) -> None:
     assert refusal(parse_allow_entry, text) == sentence
+
+
+def test_what_was_read_already_is_taken_as_it_is() -> None:
+    entry, address = parse_allow_entry("10.0.0.0/8:80-90"), parse_listen_addr(":1")
+    assert parse_allow_entry(entry) is entry
+    assert parse_listen_addr(address) is address
+    assert str(entry) == "10.0.0.0/8:80-90"
 
 
 def test_a_long_name_is_refused_at_once() -> None:
