@@ -1,0 +1,1 @@
+"""Fixtures that every suite may use."""
