@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from coordinator import headers
 from coordinator.config import Config, ConfigError, load
 from coordinator.units import ListenAddr
 from envelope.kv_transfer import KV_CONNECTORS
@@ -306,6 +307,12 @@ def test_a_long_value_is_cut_short(refused) -> None:
     ],
 )
 def test_headers_that_are_not_a_leg_s_to_pass_on_are_refused(refused, header: str) -> None:
+    text = f"pipeline: {{forward_response_headers: [{header}], steps: [{{type: decode}}]}}"
+    assert "belongs to one connection" in refused(text)[0]
+
+
+@pytest.mark.parametrize("header", sorted(headers._HOP_BY_HOP | headers._FRAMING))
+def test_no_header_that_a_leg_drops_can_be_forwarded(refused, header: str) -> None:
     text = f"pipeline: {{forward_response_headers: [{header}], steps: [{{type: decode}}]}}"
     assert "belongs to one connection" in refused(text)[0]
 
