@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 if TYPE_CHECKING:
     from coordinator.context import LegTime
@@ -82,3 +82,7 @@ class Metrics:
     def usage(self, route: str, prompt: int, completion: int) -> None:
         self.tokens.labels(route, "prompt").inc(prompt)
         self.tokens.labels(route, "completion").inc(completion)
+
+    def page(self) -> tuple[bytes, str]:
+        """Return the exposition and its content type."""
+        return generate_latest(self.registry), CONTENT_TYPE_LATEST

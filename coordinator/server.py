@@ -10,7 +10,6 @@ import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import prometheus_client
 from aiohttp import web
 
 from coordinator.context import RequestContext
@@ -264,8 +263,8 @@ class Front:
         return web.Response(text="ok\n")
 
     async def metrics_page(self, request: web.Request) -> web.StreamResponse:
-        body = prometheus_client.generate_latest(self._metrics.registry)
-        return web.Response(body=body, headers={"Content-Type": prometheus_client.CONTENT_TYPE_LATEST})
+        body, content_type = self._metrics.page()
+        return web.Response(body=body, headers={"Content-Type": content_type})
 
 
 _DRAINING = {"Retry-After": "1", "Connection": "close"}
