@@ -77,7 +77,7 @@ def prepared_run(core: Core, call: Call, prepared: Prepared, *, id: str | None =
         cache_salt=call.body.get("cache_salt"),
         itl_s=call.itl_s,
         tokens_per_step=call.tokens_per_step if call.wants_stream else 1,
-        prompt_checked=False,
+        reasoning_ended=prepared.reasoning_ended,
         dp_rank=call.received.header("x-data-parallel-rank"),
     )
     return Run(core, call, prepared, job, Parsing.of(prepared.context, parsers=core.settings.parsers))

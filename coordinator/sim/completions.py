@@ -208,7 +208,8 @@ def _stream_choice(call: Call, one: _Prompted, step: Step, index: int, *, first:
         "logprobs": _logprobs(call, one, step.index, step.logprobs, first=first),
         "finish_reason": step.finish_reason,
         "stop_reason": step.stop_reason,
-        "prompt_token_ids": list(one.job.prompt_ids) if with_ids and first else None,
+        # An echoed prompt comes with its ids, though only in a stream.
+        "prompt_token_ids": list(one.job.prompt_ids) if (with_ids or call.body.get("echo")) and first else None,
         "token_ids": step.token_ids if with_ids else None,
         "weight_versions": None,
     }

@@ -37,7 +37,7 @@ class Job:
         id: the id by which it can be aborted.
         kv_params: the transfer params that the connector gets to see.
         itl_s: seconds between two tokens.
-        prompt_checked: the renderer has already looked at the prompt's length.
+        reasoning_ended: a grammar binds from the first token on; None: the engine looks at the prompt.
     """
 
     id: str
@@ -47,7 +47,7 @@ class Job:
     cache_salt: str | None = None
     itl_s: float = 0.0
     tokens_per_step: int = 1
-    prompt_checked: bool = False
+    reasoning_ended: bool | None = None
     dp_rank: str | None = None
 
 
@@ -102,7 +102,7 @@ class Core:
         if outside:
             raise Refusal(f"Token id {max(outside)} is out of vocabulary", late=True)
         limit, length = self.settings.max_model_len, len(job.prompt_ids)
-        if job.prompt_checked or length < limit:
+        if length < limit:
             return
         advice = "Make sure that `max_model_len` is no smaller than the number of text tokens"
         if length > limit:
@@ -175,9 +175,12 @@ class Generation:
         job = self.job
         vocabulary = tokenizer.load()
         interval = job.sampling.stream_interval or job.tokens_per_step
+        rounds = engine.run(
+            vocabulary, job.prompt_ids, job.sampling, reasoning_ended=job.reasoning_ended, wrong_kv=wrong_kv
+        )
         waiting: dict[int, Step] = {}
         open_choices = set(range(job.sampling.n))
-        for count, steps in enumerate(engine.run(vocabulary, job.prompt_ids, job.sampling, wrong_kv=wrong_kv)):
+        for count, steps in enumerate(rounds):
             await self._wait(count)
             if self.aborted.is_set():
                 yield [

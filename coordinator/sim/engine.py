@@ -7,7 +7,7 @@ It is deterministic, and as strict as the real one about when a choice ends: EOS
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from coordinator.sim import replies
@@ -57,15 +57,24 @@ class Output:
 
 
 def run(
-    tokenizer: Tokenizer, prompt_ids: Sequence[int], sampling: Sampling, *, wrong_kv: bool = False
+    tokenizer: Tokenizer,
+    prompt_ids: Sequence[int],
+    sampling: Sampling,
+    *,
+    reasoning_ended: bool | None = None,
+    wrong_kv: bool = False,
 ) -> Iterator[list[Step]]:
     """Yield rounds: one step of each choice that has not ended, in order of index.
 
     Args:
+        reasoning_ended: a grammar binds from the first token on; None looks at the prompt.
         wrong_kv: answer as a model that attends to another prompt's cache: with text that is plainly wrong.
     """
+    prompt = replies.read_prompt(tokenizer.decode(prompt_ids))
+    if reasoning_ended and sampling.structured_outputs:
+        prompt = replace(prompt, thinking=False)
     choices = [
-        _Choice(tokenizer, index, sampling, _said(tokenizer, prompt_ids, sampling, index, wrong_kv=wrong_kv))
+        _Choice(tokenizer, index, sampling, _said(tokenizer, prompt, sampling, index, wrong_kv=wrong_kv))
         for index in range(sampling.n)
     ]
     while choices:
@@ -74,10 +83,9 @@ def run(
 
 
 def _said(
-    tokenizer: Tokenizer, prompt_ids: Sequence[int], sampling: Sampling, index: int, *, wrong_kv: bool
+    tokenizer: Tokenizer, prompt: replies.Prompt, sampling: Sampling, index: int, *, wrong_kv: bool
 ) -> Iterator[int]:
     """Yield the tokens that the model would go on saying for ever; who asks decides when to stop."""
-    prompt = replies.read_prompt(tokenizer.decode(prompt_ids))
     reply = replies.reply_to(prompt)
     if wrong_kv:
         reply = replies.Reply("", replies.WRONG_KV)

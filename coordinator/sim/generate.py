@@ -35,6 +35,7 @@ async def generate(core: Core, call: Call) -> Answer:
         sampling=sampling,
         kv_params=transfer_params(body, sampling),
         cache_salt=body.get("cache_salt"),
+        reasoning_ended=body.get("reasoning_ended"),
         itl_s=call.itl_s,
         tokens_per_step=call.tokens_per_step if call.wants_stream else 1,
         dp_rank=call.received.header("x-data-parallel-rank"),

@@ -59,6 +59,11 @@ class Prepared:
     context: dict[str, Any] | None = None
     template_kwargs: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def reasoning_ended(self) -> bool:
+        hidden = (self.context or {}).get("include_reasoning") is False
+        return hidden or self.template_kwargs.get("enable_thinking") is False
+
 
 def check_common(body: Mapping[str, Any], settings: Settings) -> None:
     """Check what the chat and completions routes, and their renders, have in common.

@@ -80,7 +80,7 @@ def _request(
         "content_parts": None,
         "sampling_params": prepared.sampling.rendered(),
         "model": settings.model,
-        "reasoning_ended": _reasoning_ended(prepared) if with_parser else None,
+        "reasoning_ended": prepared.reasoning_ended if with_parser else None,
         "reasoning_parser_kwargs": {"chat_template_kwargs": kwargs} if settings.parsers and kwargs else None,
         "return_token_ids": body.get("return_token_ids"),
         "output_mode": "tokens",
@@ -97,12 +97,6 @@ def _request(
         "kv_transfer_params": body.get("kv_transfer_params"),
         "ec_transfer_params": body.get("ec_transfer_params"),
     }
-
-
-def _reasoning_ended(prepared: Prepared) -> bool:
-    context = prepared.context or {}
-    kwargs = context.get("chat_template_kwargs") or {}
-    return kwargs.get("enable_thinking") is False or context.get("include_reasoning") is False
 
 
 def _stream_options(options: Mapping[str, Any] | None) -> dict[str, Any] | None:
