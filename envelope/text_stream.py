@@ -61,8 +61,8 @@ class TextStream(ABC):
             block = self._events.whole(data)
         except EventTooLarge as error:
             raise LegFailed("decode", str(error)) from None
-        if block.find(b"\n\n") == len(block) - 2 and b"\r" not in block:  # one event in one read is the rule
-            return self._event(block)
+        if block.find(b"\n") == len(block) - 2 and block[:6] == b"data: " and b"\r" not in block:
+            return self._data(block, block[6:-2])  # the rule: one event of one line in one read
         return b"".join([self._event(event) for event in split(block)]) if block else b""
 
     def close(self) -> bytes:
@@ -80,6 +80,9 @@ class TextStream(ABC):
         data = data_of(event)
         if data is None:
             return event  # a comment: it keeps the client's connection alive too
+        return self._data(event, data)
+
+    def _data(self, event: bytes, data: bytes) -> bytes:
         if data[:1] != b"{":
             return self._end(data) if data else b""
         try:

@@ -1,4 +1,4 @@
-"""Token counts: merged and summed here and nowhere else.
+"""Token counts, as every envelope starts from them.
 
 A usage object as vLLM sends it: ``prompt_tokens``, ``total_tokens``, ``completion_tokens`` and, where the
 server was told to count them, ``prompt_tokens_details`` and ``completion_tokens_details``.
@@ -9,8 +9,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from envelope.json_codec import Json
 
 _DETAILS = ("prompt_tokens_details", "completion_tokens_details")
@@ -51,15 +49,6 @@ def of_reply(reply: Json, rendered: Json | None) -> Json:
 def prompt_length(rendered: Json | None) -> int:
     """Return how many tokens the prompt has; 0 when nothing was rendered."""
     return _length(rendered.get("token_ids")) if rendered else 0
-
-
-def total(usages: Iterable[Json]) -> Json:
-    """Return the sum of usage objects of choices that answer one prompt: its tokens count once."""
-    prompt = completion = 0
-    for usage in usages:
-        prompt = max(prompt, usage.get("prompt_tokens") or 0)
-        completion += usage.get("completion_tokens") or 0
-    return counts(prompt, completion)
 
 
 def _length(tokens: Any) -> int:

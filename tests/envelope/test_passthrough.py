@@ -185,6 +185,8 @@ def test_usage_is_found_in_every_format(folder: str, usage: dict[str, int]) -> N
         (Format.CHAT, delta(tool_calls=[]), False),
         (Format.CHAT, delta(), False),
         (Format.CHAT, {"choices": [], "usage": {"completion_tokens": 0}}, False),
+        (Format.CHAT, {"choices": [3]}, False),
+        (Format.CHAT, {"choices": 3}, False),
         (Format.COMPLETIONS, {"choices": [{"index": 0, "text": ""}]}, False),
         (Format.COMPLETIONS, {"choices": [{"index": 0, "text": "a"}]}, True),
         (Format.GENERATE, {"choices": [{"index": 0, "token_ids": [7], "text": ""}]}, True),
