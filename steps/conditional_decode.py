@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from coordinator.step import PipelineSettings, Upstream
 
 _MISS = 412
+_NOTE = "an endpoint picker's 412 goes on with the pipeline; vLLM itself never answers one"
 _PROBE = (("Prefer", "if-available"),)
 
 
@@ -67,7 +68,14 @@ class ConditionalDecode:
             return "probe_failed"
 
     def plan(self, api: Format) -> PlanRow:
-        return PlanRow(api, self.type, self.role, api, PATHS[api], ("412 goes on with the pipeline",))
+        return PlanRow(
+            api,
+            self.type,
+            self.role,
+            api,
+            PATHS[api],
+            ("an endpoint picker's 412 goes on with the pipeline; vLLM itself never answers one",),
+        )
 
     async def _probe(self, ctx: RequestContext, upstream: Upstream) -> str:
         body = decode_for_generate_client(ctx.body, None) if ctx.api is Format.GENERATE else ctx.body

@@ -6,9 +6,9 @@ must echo it, and its answer is rebuilt into the client's envelope where the fil
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, WithJsonSchema, field_validator
 
 from coordinator.context import Answer
 from coordinator.step import Leg, PlanRow, Reply
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 WRAPPABLE = ("chat", "completions", "responses", "messages")
 
+_WRAP_SCHEMA = {"anyOf": [{"const": "all"}, {"type": "array", "items": {"enum": list(WRAPPABLE)}}]}
+
 
 class Params(LegParams):
     use_openai_format: bool | None = Field(
@@ -41,7 +43,7 @@ class Params(LegParams):
     wrap_chat_completion: bool = Field(
         default=False, description="rebuild the chat envelope for /v1/chat/completions clients"
     )
-    wrap: tuple[str, ...] = Field(
+    wrap: Annotated[tuple[str, ...], WithJsonSchema(_WRAP_SCHEMA)] = Field(
         default=(), description="the same for several APIs: all, or a list of chat, completions, responses, messages"
     )
     send_prompt_token_ids: bool = Field(

@@ -127,8 +127,14 @@ TABLE = (
     Row(
         ("coordinator.registry",),
         "coordinator.registry imports pydantic, steps, the configuration's modules, coordinator.units, "
-        "envelope and the contract (coordinator.step, coordinator.context)",
-        may=(*PYDANTIC, *family("steps"), *CONFIG, "coordinator.units", *CONTRACT, *ENVELOPE),
+        "coordinator.rules, envelope and the contract (coordinator.step, coordinator.context)",
+        may=(*PYDANTIC, *family("steps"), *CONFIG, "coordinator.rules", "coordinator.units", *CONTRACT, *ENVELOPE),
+    ),
+    Row(
+        ("coordinator.rules",),
+        "coordinator.rules imports the configuration's modules, coordinator.units and envelope",
+        may=(*CONFIG, "coordinator.units", *ENVELOPE),
+        types=("coordinator.step",),
     ),
     Row(
         family("coordinator.sim"),
