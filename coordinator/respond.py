@@ -136,8 +136,10 @@ class Exchange:
 
         try:
             await pump(answer.source, shape, stream, first_content)
-            result.error = shape.error
-            await stream.write_eof()
+            if (result.error := shape.error) is None:
+                await stream.write_eof()
+            else:
+                hang_up(self._request)  # the worker told of its failure; the end is broken all the same
         except ApiError as error:
             await self._break_off(stream, error)
             result.error = error.message
