@@ -136,7 +136,8 @@ class Exchange:
 
         try:
             await pump(answer.source, shape, stream, first_content)
-            if (result.error := shape.error) is None:
+            result.error = shape.error
+            if result.error is None:
                 await stream.write_eof()
             else:
                 hang_up(self._request)  # the worker told of its failure; the end is broken all the same
