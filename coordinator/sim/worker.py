@@ -41,6 +41,7 @@ _SERVE: dict[str, Route] = {
     "/v1/messages": messages.messages,
 }
 _ABORT = "/inference/v1/abort_requests"
+_LEGACY_ABORT = "/abort_requests"  # registered with --tokens-only alone, and needs no key
 _ROUTES: dict[Role, dict[str, Route]] = {"render": _RENDER, "prefill": _RENDER | _SERVE, "decode": _RENDER | _SERVE}
 _PROBES = ("/health", "/ping", "/v1/models", "/version", "/metrics", "/load")
 _GUARDED = ("/v1", "/inference")
@@ -217,7 +218,8 @@ class SimWorker:
     async def _route(self, received: Received, fault: Fault) -> Answer:
         path = received.path
         route = _ROUTES[self.role].get(path)
-        aborts = path == _ABORT and self.role != "render"
+        legacy = path == _LEGACY_ABORT and self.settings.tokens_only
+        aborts = (path == _ABORT or legacy) and self.role != "render"
         if not self._has_key(received):
             return Whole({"error": "Unauthorized"}, 401)
         if route is None and not aborts:

@@ -76,7 +76,7 @@ class Client:
         got = Got(response.status, response.headers, raw)
         if response.content_type == "text/event-stream":
             got.events, got.names = events_of(raw)
-        elif response.content_type == "application/json":
+        elif raw and response.content_type == "application/json":
             got.body = json.loads(raw)
         return got
 
