@@ -22,7 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from coordinator.app import FRONT, READINESS, Runner, build
 from coordinator.config import Config
-from coordinator.sim import SimFleet
+from coordinator.sim import Received, SimFleet, SimWorker
 
 BOUND_S = 10.0
 POLL_S = 0.005
@@ -146,6 +146,10 @@ class Live:
         """Leave, without a word."""
         self._writer.transport.abort()
 
+    def finish(self) -> None:
+        """Send a FIN, and go on reading."""
+        self._writer.write_eof()
+
     async def close(self) -> None:
         self._writer.close()
         with contextlib.suppress(OSError):
@@ -179,7 +183,8 @@ async def exchange(
     host = url.removeprefix("http://")
     lines = [f"{method} {path} HTTP/1.1", f"Host: {host}", "Connection: close"]
     if body is not None:
-        lines += ["Content-Type: application/json", f"Content-Length: {len(raw)}"]
+        own = {"Content-Type": "application/json", "Content-Length": str(len(raw))}
+        lines += [f"{name}: {value}" for name, value in own.items() if name not in dict(headers)]
     lines += [f"{name}: {value}" for name, value in headers]
     name, _, port = host.partition(":")
     async with asyncio.timeout(BOUND_S):
@@ -282,7 +287,7 @@ def config_tree(fleet: SimFleet, shape: str, steps: Mapping[str, Any], changes: 
     if "prefill" in params:
         pools["prefill"] = {"endpoints": [worker.url for worker in fleet.prefills]}
     tree = {
-        "server": {"listen_addr": "127.0.0.1:0", "readiness_interval": "50ms", "heartbeat_after": 0},
+        "server": {"listen_addr": "127.0.0.1:0", "readiness_interval": "10s", "heartbeat_after": 0},
         "pools": pools,
         "pipeline": {
             "kv_connector": "kv-nixl",
@@ -328,6 +333,16 @@ def eventually() -> Callable[..., Awaitable[Any]]:
 def ask() -> Callable[..., dict[str, Any]]:
     """``ask("Say hello.", stream=True)`` is the body of a chat request."""
     return chat
+
+
+@pytest.fixture
+def legs() -> Callable[[SimWorker], list[Received]]:
+    """``legs(worker)`` are the requests that a worker got, without those that ask for its health."""
+
+    def of(worker: SimWorker) -> list[Received]:
+        return [received for received in worker.received if received.method == "POST" and received.body != {}]
+
+    return of
 
 
 @pytest.fixture
@@ -458,12 +473,16 @@ class Scripted:
         if head[0].startswith("GET "):
             writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")  # /health
             return True
+        if raw == b"{}":  # readiness asks whether the route is there
+            writer.write(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
+            return True
         self.received.append((headers, json.loads(raw) if raw else None))
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         for item in answer:
             if isinstance(item, bytes):
                 writer.write(item)
                 await writer.drain()
+                await asyncio.sleep(0)  # so that the next write is a read of its own
             elif isinstance(item, float):
                 await asyncio.sleep(item)
             elif isinstance(item, asyncio.Event):
