@@ -26,9 +26,12 @@ def loads(raw: bytes | bytearray | memoryview | str) -> Any:
         JSONDecodeError: not JSON, not UTF-8, or nested deeper than 1,024 levels.
     """
     value = orjson.loads(raw)
-    if _has_huge_float(value):
+    if not _has_huge_float(value):
+        return value
+    try:
         return json.loads(bytes(raw) if isinstance(raw, memoryview) else raw)
-    return value
+    except RecursionError:  # its limit lies below orjson's
+        raise JSONDecodeError("nested too deeply for a number beyond 64 bits", "", 0) from None
 
 
 def loads_lenient(raw: bytes) -> Any:
@@ -42,7 +45,7 @@ def loads_lenient(raw: bytes) -> Any:
     except JSONDecodeError as strict:
         try:
             return json.loads(raw)
-        except (UnicodeDecodeError, RecursionError):
+        except (ValueError, RecursionError):  # not UTF-8, or more digits than Python converts
             raise strict from None
 
 

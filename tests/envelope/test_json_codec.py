@@ -72,6 +72,15 @@ def test_what_is_not_json_is_refused(raw: bytes) -> None:
         loads(raw)
 
 
+def test_a_huge_number_nested_deep_is_read_or_refused_as_json() -> None:
+    """How deep the standard library goes depends on the version of Python."""
+    raw = b"[" * 1020 + b"1" * 30 + b"]" * 1020
+    try:
+        assert repr(loads(raw)) == raw.decode()
+    except JSONDecodeError as refused:
+        assert "nested too deeply" in str(refused)
+
+
 @pytest.mark.parametrize("word", ["NaN", "Infinity", "-Infinity"])
 def test_what_json_does_not_have_is_refused_from_clients_and_null_from_workers(word: str) -> None:
     raw = f'{{"logprob":[{word},{{"x":{word}}}],"n":1}}'.encode()
@@ -80,10 +89,17 @@ def test_what_json_does_not_have_is_refused_from_clients_and_null_from_workers(w
     assert dumps(loads_lenient(raw)) == b'{"logprob":[null,{"x":null}],"n":1}'
 
 
-@pytest.mark.parametrize("name", ["nothing", "half an object", "more behind it", "not UTF-8", "nested without end"])
-def test_a_worker_s_broken_answer_is_refused_too(name: str) -> None:
+BROKEN = {
+    **{name: NOT_JSON[name] for name in ("nothing", "half an object", "more behind it", "not UTF-8")},
+    "nested without end": NOT_JSON["nested without end"],
+    "an integer that Python does not convert": b'{"a":' + b"1" * 5000 + b"}",
+}
+
+
+@pytest.mark.parametrize("raw", BROKEN.values(), ids=BROKEN)
+def test_a_worker_s_broken_answer_is_refused_too(raw: bytes) -> None:
     with pytest.raises(JSONDecodeError):
-        loads_lenient(NOT_JSON[name])
+        loads_lenient(raw)
 
 
 def test_text_goes_out_compact_and_as_it_is() -> None:
