@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from envelope.formats import Format
+from envelope.json_codec import dumps
 
 if TYPE_CHECKING:
     from envelope.json_codec import Json
@@ -41,6 +42,9 @@ _SAME_NAME = (
     "thinking_token_budget",
     "repetition_detection",
     "structured_outputs",
+    "stream_interval",
+    "watermarking",
+    "routed_experts_prompt_start",
 )
 
 # JSON has one kind of number: a client may write 2.0 for 2, and the engine takes an integer.
@@ -65,10 +69,13 @@ def client_sampling(api: Format, body: Json) -> Json:
     stop = body.get("stop_sequences") if api is Format.MESSAGES else body.get("stop")
     if stop is not None:
         params["stop"] = [stop] if isinstance(stop, str) else stop
+    if params.get("logprob_token_ids") == []:
+        del params["logprob_token_ids"]  # lists none, and the engine counts an empty list as a list
     if (logprobs := _logprobs(api, body)) is not None:
         params["logprobs"] = logprobs
-    if "structured_outputs" not in params and (constraint := _structured(body.get("response_format"))):
-        params["structured_outputs"] = constraint
+    if constraint := _structured(body.get("response_format")):
+        own = params.get("structured_outputs")
+        params["structured_outputs"] = {**(own if isinstance(own, dict) else {}), **constraint}
     if isinstance(body.get("vllm_xargs"), dict) and body["vllm_xargs"]:
         params["extra_args"] = body["vllm_xargs"]
     if (cap := output_cap(api, body)) is not None:
@@ -105,7 +112,12 @@ def _integer(value: Any) -> Any:
 
 
 def _logprobs(api: Format, body: Json) -> Any:
-    """Chat says ``logprobs: true`` and ``top_logprobs: k``; completions says ``logprobs: k``."""
+    """Chat says ``logprobs: true`` and ``top_logprobs: k``; completions says ``logprobs: k``.
+
+    Beside ``logprob_token_ids`` the engine takes no count, except the length of that list.
+    """
+    if body.get("logprob_token_ids"):
+        return None
     value = body.get("logprobs")
     if api is not Format.CHAT:
         return value
@@ -122,5 +134,5 @@ def _structured(response_format: Any) -> Json | None:
         schema = response_format.get("json_schema")
         return {"json": schema.get("schema")} if isinstance(schema, dict) else None
     if kind == "structural_tag":
-        return {"structural_tag": response_format}
+        return {"structural_tag": dumps(response_format).decode()}  # the engine wants the text of it
     return None

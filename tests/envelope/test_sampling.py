@@ -40,6 +40,9 @@ SAME = {
     "thinking_token_budget": 64,
     "repetition_detection": {"max_pattern_size": 4},
     "structured_outputs": {"regex": "a+"},
+    "stream_interval": 4,
+    "watermarking": False,
+    "routed_experts_prompt_start": 0,
 }
 
 
@@ -75,6 +78,12 @@ TRANSLATED = {
     "chat logprobs, null candidates": (CHAT, {"logprobs": True, "top_logprobs": None}, {"logprobs": 0}),
     "chat logprobs of every token": (CHAT, {"logprobs": True, "top_logprobs": -1}, {"logprobs": -1}),
     "chat logprobs off": (CHAT, {"logprobs": False, "top_logprobs": 2}, {}),
+    "chat logprobs of listed tokens take no count": (
+        CHAT, {"logprobs": True, "top_logprobs": 0, "logprob_token_ids": [5, 6]}, {"logprob_token_ids": [5, 6]}),
+    "completions logprobs of listed tokens": (
+        COMPLETIONS, {"logprobs": 1, "logprob_token_ids": [5, 6], "max_tokens": 1},
+        {"logprob_token_ids": [5, 6], "max_tokens": 1}),
+    "no listed tokens": (CHAT, {"logprobs": True, "top_logprobs": 2, "logprob_token_ids": []}, {"logprobs": 2}),
     "completions logprobs": (COMPLETIONS, {"logprobs": 3, "max_tokens": 1}, {"logprobs": 3, "max_tokens": 1}),
     "completions logprobs 0": (COMPLETIONS, {"logprobs": 0, "max_tokens": 1}, {"logprobs": 0, "max_tokens": 1}),
     "a json object": (CHAT, {"response_format": {"type": "json_object"}},
@@ -83,9 +92,19 @@ TRANSLATED = {
         CHAT, {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}},
         {"structured_outputs": {"json": SCHEMA}}),
     "a json schema without one": (CHAT, {"response_format": {"type": "json_schema"}}, {}),
+    "a structural tag is a text": (
+        CHAT, {"response_format": {"type": "structural_tag", "format": {"type": "any_text"}}},
+        {"structured_outputs": {"structural_tag": '{"type":"structural_tag","format":{"type":"any_text"}}'}}),
+    "a response format wins over the constraint beside it, and leaves its options": (
+        CHAT, {"response_format": {"type": "json_object"},
+               "structured_outputs": {"json_object": False, "disable_any_whitespace": True}},
+        {"structured_outputs": {"json_object": True, "disable_any_whitespace": True}}),
     "plain text": (CHAT, {"response_format": {"type": "text"}}, {}),
     "a format that is no object": (CHAT, {"response_format": "json_object"}, {}),
     "extra arguments": (CHAT, {"vllm_xargs": {"k": "v", "i": 2**64}}, {"extra_args": {"k": "v", "i": 2**64}}),
+    "a constraint of the wrong kind": (
+        CHAT, {"response_format": {"type": "json_object"}, "structured_outputs": "x"},
+        {"structured_outputs": {"json_object": True}}),
     "no extra arguments": (CHAT, {"vllm_xargs": {}}, {}),
     "extra arguments of the wrong kind": (CHAT, {"vllm_xargs": "k"}, {}),
 }  # fmt: skip
