@@ -436,7 +436,7 @@ class Scripted:
     url: str = ""
     received: list[tuple[CIMultiDict[str], Any]] = field(default_factory=list)
     connections: int = 0
-    _tasks: set[asyncio.Task[Any]] = field(default_factory=set)
+    _tasks: dict[asyncio.Task[Any], asyncio.StreamReader] = field(default_factory=dict)
 
     CUT = "cut"
     END = "end"
@@ -445,20 +445,20 @@ class Scripted:
         self.connections += 1
         task = asyncio.current_task()
         assert task is not None
-        self._tasks.add(task)
+        self._tasks[task] = reader
         try:
             while await self._one(reader, writer):
                 pass
         except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
             pass
         finally:
-            self._tasks.discard(task)
+            del self._tasks[task]
             writer.close()
 
     @property
     def open(self) -> int:
-        """How many connections are open."""
-        return len(self._tasks)
+        """How many connections the other side holds open."""
+        return sum(not reader.at_eof() for reader in self._tasks.values())
 
     async def stop(self) -> None:
         for task in self._tasks:
@@ -530,3 +530,19 @@ class Scripts:
 @pytest.fixture
 def scripted(stack: AsyncExitStack) -> Scripts:
     return Scripts(stack)
+
+
+@pytest.fixture
+def says(coordinator: Any, fleet: SimFleet, scripted: Scripts) -> Callable[..., Awaitable[tuple[Running, Scripted]]]:
+    """``at, decode = await says(scripted.sse(..), ..)``: a coordinator whose only decode worker is a scripted one.
+
+    There is no prefill step, so that nothing is left for a decode that never reads it.
+    """
+
+    async def start(*answers: list[Any], shape: str = "alone", **changes: Any) -> tuple[Running, Scripted]:
+        decode = await scripted(*answers)
+        steps = merged({"prefill": None}, changes.pop("steps", {})) | {"prefill": None}
+        at = await coordinator(fleet, shape, steps=steps, pools={"decode": {"endpoints": [decode.url]}}, **changes)
+        return at, decode
+
+    return start
