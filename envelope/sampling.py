@@ -97,14 +97,14 @@ def output_cap(api: Format, body: Json) -> Any:
 def complete(rendered: Json, api: Format, body: Json) -> Json:
     """Return a renderer's ``sampling_params`` with what it left out put back.
 
-    What the renderer resolved always wins: it knows the model's defaults and has clamped the cap to the context.
+    vLLM's Python renderer, which fills ``output_kind``, resolves every field: what it leaves out is the engine's
+    default, and for the cap alone the generate route has another one. The Rust renderer resolves less, so there the
+    client's fields stand in; absence of a cap is what the client meant.
     """
-    whole = {**client_sampling(api, body), **{key: value for key, value in rendered.items() if value is not None}}
-    if "max_tokens" not in whole and "output_kind" in rendered:
-        # vLLM's Python renderer always resolves a cap, so here it was 16. The Rust one resolves none, and fills no
-        # output_kind: there, absence is what the client meant.
-        whole["max_tokens"] = ENGINE_MAX_TOKENS
-    return whole
+    resolved = {key: value for key, value in rendered.items() if value is not None}
+    if "output_kind" in rendered:
+        return {"max_tokens": ENGINE_MAX_TOKENS, **resolved}
+    return {**client_sampling(api, body), **resolved}
 
 
 def _integer(value: Any) -> Any:

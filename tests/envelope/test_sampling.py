@@ -177,6 +177,7 @@ SIXTEEN = {
     "responses asked for 16": (RESPONSES, {"max_output_tokens": 16}, PYTHON, 16),
     "messages asked for 16": (MESSAGES, {"max_tokens": 16}, PYTHON, 16),
     "no cap, and 16 were left of the context": (CHAT, {}, PYTHON, 16),
+    "the server itself caps at 16": (CHAT, {"max_tokens": 100}, PYTHON, 16),
     "the renderer's cap wins": (CHAT, {"max_tokens": 5000}, {**PYTHON, "max_tokens": 2020}, 2020),
     "the renderer resolved a cap": (CHAT, {}, {**PYTHON, "max_tokens": 2020}, 2020),
     "a Rust renderer gives none, and the client did": (CHAT, {"max_tokens": 16}, {"temperature": 1.0}, 16),
@@ -232,6 +233,13 @@ def test_what_a_real_renderer_resolved_is_never_changed(recorded: Any, name: str
     rendered = (answer[0] if isinstance(answer, list) else answer)["sampling_params"]
     whole = complete(rendered, api, exchange["request"]["body"])
     assert {name: whole.get(name) for name in rendered} == rendered
+    assert whole.keys() == rendered.keys(), "it left nothing out but the engine's defaults"
+
+
+def test_what_a_python_renderer_took_off_on_purpose_stays_off(pure: Callable[..., Any]) -> None:
+    rendered = {**PYTHON, "max_tokens": 9, "logprob_token_ids": [5], "seed": None}
+    body = {"logprobs": True, "top_logprobs": 3, "logprob_token_ids": [5], "top_k": 7, "max_tokens": 9}
+    assert pure(complete, rendered, CHAT, body) == {**PYTHON, "max_tokens": 9, "logprob_token_ids": [5]}
 
 
 @pytest.mark.parametrize("name", ["render_chat_stop_and_sampling", "render_chat_logprobs", "render_completion_plain"])
