@@ -6,11 +6,11 @@ They speak the protocol of vLLM 0.33.0 strictly, from what real servers answered
 =====================  ======================================================================================
 ``fleet``, ``worker``  the servers: sockets, routes, what they received
 ``writer``, ``faults`` how an answer is written, and everything that can go wrong with that
-``render``, ``generate``, ``chat``, ``completions``, ``responses``, ``messages``  one route family each
-``prompts``            an OpenAI request -> token ids and sampling parameters
+``render``, ``generate``, ``chat``, ``completions``, ``responses``, ``messages``, ``probes``  the routes
+``prompts``, ``conversations``  an OpenAI request -> token ids and sampling parameters
 ``schema``, ``generate_request``, ``sampling``, ``refusals``  what is refused, in vLLM's words
 ``core``, ``handover`` admission, pacing, aborts; KV blocks that one worker leaves and another reads once
-``engine``, ``replies``, ``tokenizer``, ``logprobs``, ``parsers``  the model and its text
+``engine``, ``replies``, ``tokenizer``, ``logprobs``, ``parsers``, ``stream_parser``  the model and its text
 =====================  ======================================================================================
 
 Needs the ``demo`` extra: ``pip install 'pd-coordinator[demo]'``.

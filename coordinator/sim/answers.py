@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
+    from collections.abc import AsyncGenerator, Mapping
 
 Headers = tuple[tuple[str, str], ...]
 
@@ -108,7 +108,7 @@ class Cut(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    frames: AsyncIterator[Frame]
+    frames: AsyncGenerator[Frame, None]
 
 
 Answer = Whole | Stream

@@ -6,17 +6,18 @@ Source: recordings ``completions/``.
 from __future__ import annotations
 
 import asyncio
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from coordinator.sim import logprobs, prompts, tokenizer
+from coordinator.sim import logprobs, prompts, tokenizer, usage
 from coordinator.sim.answers import DONE, Answer, Call, Frame, Stream, Whole
-from coordinator.sim.chat import connector_params
+from coordinator.sim.chat_run import connector_params
 from coordinator.sim.core import Core, Generation, Job
 from coordinator.sim.refusals import Refusal
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncGenerator, Sequence
 
     from coordinator.sim.engine import Output, Step
     from coordinator.sim.logprobs import TokenLogprobs
@@ -34,7 +35,7 @@ async def completions(core: Core, call: Call) -> Answer:
     ]
     if call.wants_stream:
         return Stream(_frames(core, call, prompted))
-    return Whole(await _whole(core, call, prompted))
+    return Whole(_by_release(core, await _whole(core, call, prompted)))
 
 
 @dataclass(slots=True)
@@ -76,8 +77,6 @@ async def _whole(core: Core, call: Call, prompted: Sequence[_Prompted]) -> dict[
     ]
     for index, choice in enumerate(choices):
         choice["index"] = index
-    completion = sum(len(output.token_ids) for outputs in results for output in outputs)
-    usage = {**_usage(prompted, completion), "prompt_tokens_details": None, "completion_tokens_details": None}
     return {
         "id": f"cmpl-{call.id}",
         "object": "text_completion",
@@ -86,7 +85,12 @@ async def _whole(core: Core, call: Call, prompted: Sequence[_Prompted]) -> dict[
         "choices": choices,
         "service_tier": None,
         "system_fingerprint": core.settings.fingerprint,
-        "usage": usage,
+        "usage": usage.full(
+            sum(len(one.job.prompt_ids) for one in prompted),
+            sum(len(output.token_ids) for outputs in results for output in outputs),
+            prompt_details=usage.prompt_details(generations[0]),
+            details=None,
+        ),
         "kv_transfer_params": generations[0].handover,
         "ec_transfer_params": None,
         "metrics": None,
@@ -139,55 +143,70 @@ def _logprobs(
     return wire
 
 
-def _usage(prompted: Sequence[_Prompted], completion: int) -> dict[str, Any]:
-    prompt = sum(len(one.job.prompt_ids) for one in prompted)
-    return {"prompt_tokens": prompt, "total_tokens": prompt + completion, "completion_tokens": completion}
-
-
-async def _frames(core: Core, call: Call, prompted: Sequence[_Prompted]) -> AsyncIterator[Frame]:
+async def _frames(core: Core, call: Call, prompted: Sequence[_Prompted]) -> AsyncGenerator[Frame, None]:
     options = call.body.get("stream_options") or {}
     with_usage = bool(options.get("include_usage"))
     continuous = with_usage and bool(options.get("continuous_usage_stats"))
-    begun: set[int] = set()
     made: dict[int, int] = {}
     try:
         generations = [core.admit(one.job) for one in prompted]
-        async for at, step in _interleaved(generations):
-            one = prompted[at]
-            index = at * one.n + step.index
-            made[index] = made.get(index, 0) + len(step.token_ids)
-            chunk = _head(core, call)
-            chunk["choices"] = [_stream_choice(call, one, step, index, first=index not in begun)]
-            begun.add(index)
-            if continuous:
-                chunk["usage"] = _usage([one], made[index])
-            if step.finish_reason is not None and not with_usage:
-                chunk["system_fingerprint"] = core.settings.fingerprint
-            if core.settings.parse_context:
-                chunk["kv_transfer_params"] = generations[at].handover if step.finish_reason else None
-            yield Frame(chunk)
+        async with aclosing(_interleaved(generations)) as interleaved:
+            async for at, step in interleaved:
+                one = prompted[at]
+                index = at * one.n + step.index
+                chunk = _head(core, call)
+                chunk["choices"] = [_stream_choice(call, one, step, index, first=index not in made)]
+                made[index] = made.get(index, 0) + len(step.token_ids)
+                if continuous:
+                    chunk["usage"] = usage.counts(len(one.job.prompt_ids), made[index])
+                if step.finish_reason is not None and not with_usage:
+                    chunk["system_fingerprint"] = core.settings.fingerprint
+                if core.settings.at_least(0, 33):
+                    chunk["kv_transfer_params"] = generations[at].handover if step.finish_reason else None
+                yield Frame(_by_release(core, chunk))
         if with_usage:
-            chunk = _head(core, call)
-            chunk |= {"choices": [], "usage": _usage(prompted, sum(made.values()))}
-            yield Frame({**chunk, "system_fingerprint": core.settings.fingerprint})
+            yield Frame(_usage_chunk(core, call, prompted, sum(made.values()), generations[0]))
     except Refusal as refusal:
         yield Frame(refusal.body(), spaced=True)
     yield DONE
 
 
-async def _interleaved(generations: Sequence[Generation]) -> AsyncIterator[tuple[int, Step]]:
+def _usage_chunk(
+    core: Core, call: Call, prompted: Sequence[_Prompted], completion: int, generation: Generation
+) -> dict[str, Any]:
+    chunk = _head(core, call)
+    chunk["choices"] = []
+    chunk["usage"] = usage.set_only(
+        sum(len(one.job.prompt_ids) for one in prompted),
+        completion,
+        prompt_details=usage.prompt_details(generation, in_stream=True),
+        details=None,
+    )
+    return {**chunk, "system_fingerprint": core.settings.fingerprint}
+
+
+def _by_release(core: Core, answer: dict[str, Any]) -> dict[str, Any]:
+    """Take out what releases before 0.33 do not have."""
+    if not core.settings.at_least(0, 33):
+        for choice in answer["choices"]:
+            del choice["weight_versions"]
+    return answer
+
+
+async def _interleaved(generations: Sequence[Generation]) -> AsyncGenerator[tuple[int, Step], None]:
     """Yield each prompt's next round in turn."""
-    running = [(at, generation.rounds()) for at, generation in enumerate(generations)]
-    while running:
-        going = []
-        for at, rounds in running:
-            steps = await anext(rounds, None)
-            if steps is None:
-                continue
-            going.append((at, rounds))
-            for step in steps:
-                yield at, step
-        running = going
+    async with AsyncExitStack() as stack:
+        running = [
+            (at, await stack.enter_async_context(aclosing(generation.rounds())))
+            for at, generation in enumerate(generations)
+        ]
+        while running:
+            for at, rounds in running.copy():
+                steps = await anext(rounds, None)
+                if steps is None:
+                    running.remove((at, rounds))
+                for step in steps or ():
+                    yield at, step
 
 
 def _head(core: Core, call: Call) -> dict[str, Any]:

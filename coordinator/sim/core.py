@@ -6,9 +6,9 @@ Everything here is what the routes share; what an answer looks like is theirs.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import secrets
 from collections import Counter
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -19,11 +19,11 @@ from coordinator.sim.refusals import Refusal, failed
 from coordinator.sim.sampling import check_engine_limits
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping, Sequence
+    from collections.abc import AsyncGenerator, Mapping, Sequence
 
-    from coordinator.sim.parsers import Delta, StreamParser
     from coordinator.sim.sampling import Sampling
     from coordinator.sim.settings import Settings
+    from coordinator.sim.stream_parser import Delta, StreamParser
 
 # How many tokens are made between two looks at the clients, when no token interval is set.
 _BREATH = 32
@@ -87,15 +87,18 @@ class Core:
     def running_count(self) -> int:
         return sum(map(len, self.running.values()))
 
-    def cached_tokens(self, job: Job) -> int:
-        """Return how many tokens of the prompt's start are in the prefix cache, and put the prompt there."""
-        cached = 0
+    def cached_tokens(self, job: Job) -> tuple[int, int]:
+        """Return how many tokens of the prompt's start were in the prefix cache, and how many are new there now."""
+        cached = added = 0
+        key = hash(job.cache_salt)
         for end in range(BLOCK_SIZE, len(job.prompt_ids) + 1, BLOCK_SIZE):
-            block = hash((job.cache_salt, tuple(job.prompt_ids[:end])))
-            if block in self._cached_blocks and cached == end - BLOCK_SIZE and end < len(job.prompt_ids):
+            key = hash((key, tuple(job.prompt_ids[end - BLOCK_SIZE : end])))
+            if key not in self._cached_blocks:
+                self._cached_blocks.add(key)
+                added += BLOCK_SIZE
+            elif end < len(job.prompt_ids):  # the last token is always computed
                 cached = end
-            self._cached_blocks.add(block)
-        return cached
+        return cached, added
 
     def _check_prompt(self, job: Job) -> None:
         outside = [id for id in job.prompt_ids if id >= tokenizer.VOCAB_SIZE]
@@ -122,6 +125,7 @@ class Generation:
 
     Attributes:
         cached: tokens of the prompt that were not computed here.
+        newly_cached: tokens of the prompt that are in the prefix cache from now on.
     """
 
     def __init__(self, core: Core, job: Job) -> None:
@@ -129,10 +133,11 @@ class Generation:
         self.aborted = asyncio.Event()
         self.handover: dict[str, Any] | None = None
         self.cached = 0
+        self.newly_cached = 0
         self._core = core
         self._reasons: list[str] = []
 
-    async def rounds(self) -> AsyncIterator[list[Step]]:
+    async def rounds(self) -> AsyncGenerator[list[Step], None]:
         """
         Raises:
             Refusal: 500, when the KV cannot be loaded.
@@ -160,18 +165,23 @@ class Generation:
                 outputs[step.index].add(step)
         return outputs
 
-    async def parsed(self, parser: StreamParser, output: Output) -> AsyncIterator[Delta]:
+    async def parsed(self, parser: StreamParser, output: Output) -> AsyncGenerator[Delta, None]:
         """Run a single choice, put it together in ``output``, and parse it as it comes."""
-        async for steps in self.rounds():
-            for step in steps:
-                output.add(step)
-                yield parser.feed(step.text, last=step.finish_reason is not None)
+        async with aclosing(self.rounds()) as rounds:
+            async for steps in rounds:
+                for step in steps:
+                    output.add(step)
+                    yield parser.feed(step.text, last=step.finish_reason is not None)
+
+    @property
+    def settings(self) -> Settings:
+        return self._core.settings
 
     @property
     def _done(self) -> bool:
         return len(self._reasons) == self.job.sampling.n
 
-    async def _paced(self, *, wrong_kv: bool) -> AsyncIterator[list[Step]]:
+    async def _paced(self, *, wrong_kv: bool) -> AsyncGenerator[list[Step], None]:
         job = self.job
         vocabulary = tokenizer.load()
         interval = job.sampling.stream_interval or job.tokens_per_step
@@ -202,7 +212,7 @@ class Generation:
 
     async def _wait(self, count: int) -> None:
         if self.job.itl_s and count:
-            with contextlib.suppress(TimeoutError):
+            with suppress(TimeoutError):
                 await asyncio.wait_for(self.aborted.wait(), self.job.itl_s)
         elif count % _BREATH == _BREATH - 1:
             await asyncio.sleep(0)
@@ -210,7 +220,7 @@ class Generation:
     def _load(self) -> bool:
         """Get the prompt's KV, from the connector or by computing; say whether it is another prompt's."""
         core, job = self._core, self.job
-        self.cached = core.cached_tokens(job)
+        self.cached, self.newly_cached = core.cached_tokens(job)
         params = job.kv_params or {}
         wrong = False
         if core.settings.connector and params.get("do_remote_prefill"):

@@ -47,6 +47,8 @@ class Fault:
         half_event_after: so many events, then half of the next one, then reset the connection.
         error_after: so many events, then an error event, then ``[DONE]``.
         only_done: nothing but ``[DONE]``.
+        comments: a comment line before each event, as a server with ``--sse-keep-alive-interval`` may send.
+        slice_bytes: write events in slices of that many bytes, so that they arrive cut anywhere.
         truncate: a whole answer's first half: ``cut`` breaks the connection, ``clean`` is a valid HTTP answer.
         rewrite: changes each JSON object, whole answer or chunk, before it is sent.
         content_type: sent instead of ours.
@@ -66,6 +68,8 @@ class Fault:
     half_event_after: int | None = None
     error_after: int | None = None
     only_done: bool = False
+    comments: bool = False
+    slice_bytes: int | None = None
     truncate: Literal["cut", "clean"] | None = None
     rewrite: Rewrite | None = None
     content_type: str | None = None

@@ -5,9 +5,10 @@ Source: recordings ``generate/``.
 
 from __future__ import annotations
 
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
-from coordinator.sim import logprobs, tokenizer
+from coordinator.sim import logprobs, tokenizer, usage
 from coordinator.sim.answers import DONE, Answer, Call, Frame, Stream, Whole
 from coordinator.sim.core import Core, Job
 from coordinator.sim.generate_request import checked, output_mode, transfer_params
@@ -15,7 +16,7 @@ from coordinator.sim.parsers import Parsing, parse
 from coordinator.sim.refusals import Refusal
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncGenerator
 
     from coordinator.sim.engine import Output, Step
     from coordinator.sim.sampling import Sampling
@@ -58,7 +59,12 @@ async def _whole(core: Core, call: Call, job: Job, mode: str | None) -> dict[str
         "request_id": job.id,
         "model": core.settings.model,
         "created": call.created,
-        "usage": _usage(count, sum(len(output.token_ids) for output in outputs)),
+        "usage": usage.full(
+            count,
+            sum(len(output.token_ids) for output in outputs),
+            prompt_details=usage.prompt_details(generation),
+            details=None,
+        ),
         "prompt_logprobs": prompt_logprobs,
         "prompt_token_id_logprobs": None,
         "prompt_token_ids": list(job.prompt_ids) if call.body.get("return_token_ids") else None,
@@ -89,34 +95,28 @@ def _whole_choice(output: Output, sampling: Sampling, mode: str | None, parsing:
     return choice
 
 
-async def _frames(core: Core, call: Call, job: Job, mode: str | None) -> AsyncIterator[Frame]:
+async def _frames(core: Core, call: Call, job: Job, mode: str | None) -> AsyncGenerator[Frame, None]:
     options = call.body.get("stream_options") or {}
     with_usage = bool(options.get("include_usage"))
     continuous = with_usage and bool(options.get("continuous_usage_stats"))
     made: dict[int, int] = dict.fromkeys(range(job.sampling.n), 0)
     count = len(job.prompt_ids)
-    first = True
+    echo = {} if mode is None else {"output_mode": mode}
+    prompt = {"prompt_token_ids": list(job.prompt_ids)} if call.body.get("return_token_ids") else {}
     try:
-        async for steps in core.admit(job).rounds():
-            for step in steps:
-                made[step.index] += len(step.token_ids)
-                chunk: dict[str, Any] = {"request_id": job.id, "usage": None}
-                if continuous:
-                    chunk["usage"] = _usage(count, made[step.index])
-                if first and call.body.get("return_token_ids"):
-                    chunk["prompt_token_ids"] = list(job.prompt_ids)
-                first = False
-                if mode is not None:
-                    chunk["output_mode"] = mode
-                chunk["choices"] = [_stream_choice(step, made[step.index], mode)]
-                yield Frame(chunk)
+        generation = core.admit(job)
+        async with aclosing(generation.rounds()) as rounds:
+            async for steps in rounds:
+                for step in steps:
+                    made[step.index] += len(step.token_ids)
+                    running = usage.full(count, made[step.index], prompt_details=None, details=None)
+                    head = {"request_id": job.id, "usage": running if continuous else None, **prompt, **echo}
+                    yield Frame({**head, "choices": [_stream_choice(step, made[step.index], mode)]})
+                    prompt = {}  # on the first chunk alone
         if with_usage:
-            total = sum(made.values())
-            usage = {"prompt_tokens": count, "total_tokens": count + total, "completion_tokens": total}
-            last: dict[str, Any] = {"request_id": job.id, "usage": usage}
-            if mode is not None:
-                last["output_mode"] = mode
-            yield Frame({**last, "choices": []})
+            details = usage.prompt_details(generation, in_stream=True)
+            total = usage.set_only(count, sum(made.values()), prompt_details=details, details=None)
+            yield Frame({"request_id": job.id, "usage": total, **echo, "choices": []})
     except Refusal as refusal:
         yield Frame(refusal.body(), spaced=True)
     yield DONE
@@ -146,17 +146,9 @@ def _with_payload(
 ) -> dict[str, Any]:
     if mode == "text":
         return {**choice, "text": text, "logprobs": logprobs.chat(positions, cut=None)}
+    if mode is None:
+        return {**choice, "logprobs": logprobs.chat_by_id(positions)}
     return {**choice, "logprobs": logprobs.by_id(positions)}
-
-
-def _usage(prompt: int, completion: int) -> dict[str, Any]:
-    return {
-        "prompt_tokens": prompt,
-        "total_tokens": prompt + completion,
-        "completion_tokens": completion,
-        "prompt_tokens_details": None,
-        "completion_tokens_details": None,
-    }
 
 
 def _weights(count: int) -> list[dict[str, Any]]:

@@ -86,6 +86,17 @@ def chat(positions: Sequence[TokenLogprobs] | None, *, cut: int | None) -> dict[
     return {"content": content}
 
 
+def chat_by_id(positions: Sequence[TokenLogprobs] | None) -> dict[str, Any] | None:
+    """Generate before 0.32: the chat shape, with ids in place of texts."""
+    if positions is None:
+        return None
+    content = []
+    for position in positions:
+        shown = [{"token": f"token_id:{c.token_id}", "logprob": c.logprob, "bytes": None} for c in position.candidates]
+        content.append({**shown[0], "top_logprobs": shown})
+    return {"content": content}
+
+
 def _chat_entry(candidate: Candidate) -> dict[str, Any]:
     return {"token": candidate.text, "logprob": candidate.logprob, "bytes": list(candidate.text.encode())}
 

@@ -11,16 +11,18 @@ from typing import TYPE_CHECKING, Any
 
 from coordinator.sim import conversations
 from coordinator.sim.answers import Answer, Call, Frame, Stream, Whole
-from coordinator.sim.chat import Run, prepared_run
+from coordinator.sim.chat_run import Run, prepared_run
 from coordinator.sim.engine import Output
-from coordinator.sim.parsers import StreamParser, parse
+from coordinator.sim.parsers import parse
 from coordinator.sim.refusals import Refusal, failed
+from coordinator.sim.stream_parser import StreamParser
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import AsyncGenerator, Iterator
 
     from coordinator.sim.core import Core
-    from coordinator.sim.parsers import Delta, Parsed
+    from coordinator.sim.parsers import Parsed
+    from coordinator.sim.stream_parser import Delta
 
 _ERROR_TYPES = {400: "invalid_request_error", 403: "permission_error", 404: "not_found_error"}
 
@@ -93,7 +95,7 @@ def _usage(run: Run, made: int) -> dict[str, int]:
     return {"input_tokens": len(run.job.prompt_ids), "output_tokens": made}
 
 
-async def _frames(run: Run) -> AsyncIterator[Frame]:
+async def _frames(run: Run) -> AsyncGenerator[Frame, None]:
     parser = StreamParser(run.parsing)
     blocks = _BlockWriter()
     output = Output(0)

@@ -5,7 +5,6 @@ Source: recordings ``render/`` and ``errors/{chat,completion,render}_*``.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,7 @@ from coordinator.sim.generate_request import check_named_tool
 from coordinator.sim.refusals import Refusal, unknown_model, value_error
 from coordinator.sim.sampling import Sampling
 from coordinator.sim.schema import Schema
+from coordinator.sim.structured import structural_tag, structured_outputs
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -28,19 +28,6 @@ _SAME_NAME = (
     "spaces_between_special_tokens", "include_stop_str_in_output", "logit_bias", "allowed_token_ids", "bad_words",
     "thinking_token_budget",
 )  # fmt: skip
-_NO_STRUCTURE: dict[str, Any] = {
-    "json": None,
-    "regex": None,
-    "choice": None,
-    "grammar": None,
-    "json_object": None,
-    "disable_any_whitespace": False,
-    "disable_additional_properties": False,
-    "whitespace_pattern": None,
-    "structural_tag": None,
-    "_backend": None,
-    "_backend_was_auto": False,
-}
 
 
 @dataclass(slots=True)
@@ -93,6 +80,12 @@ def prepare_chat(body: Mapping[str, Any], settings: Settings) -> Prepared:
     schema = Schema(body)
     schema.required("messages")
     schema.lists("messages", "tools")
+    schema.done()
+    for at, message in enumerate(body["messages"]):
+        if not isinstance(message, dict):
+            schema.wrong(f"body.messages.{at}", "dict_type", "Input should be a valid dictionary", message)
+        elif "role" not in message:
+            schema.wrong(f"body.messages.{at}.role", "missing", "Field required", message)
     schema.done()
     check_common(body, settings)
     _check_chat(body, settings)
@@ -162,7 +155,7 @@ def prepare_conversation(
         prompt=len(token_ids),
         max_tokens=max_tokens,
         logprobs=logprobs,
-        tag=_structural_tag(tools, choice),
+        tag=structural_tag(tools, choice),
     )
     if settings.parsers and "skip_special_tokens" not in body:
         sampling.skip_special_tokens = False
@@ -187,6 +180,10 @@ def prepare_completions(body: Mapping[str, Any], settings: Settings) -> list[Pre
     prompt = body.get("prompt")
     if not prompt:
         raise value_error("Either prompt or prompt_embeds must be provided and non-empty.", param="prompt")
+    if not isinstance(prompt, str | list):
+        schema = Schema(body)
+        schema.wrong("body.prompt", "string_type", "Input should be a valid string", prompt)
+        schema.done()
     prompts = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
     prepared = []
     for one in prompts:
@@ -240,18 +237,6 @@ def sampling_of(
     if body.get("logit_bias"):
         given["logit_bias"] = {str(id): float(bias) for id, bias in body["logit_bias"].items()}
     return Sampling.of(given)
-
-
-def structured_outputs(body: Mapping[str, Any], tag: str | None) -> dict[str, Any] | None:
-    wanted = dict(body.get("structured_outputs") or {})
-    form = body.get("response_format") or {}
-    if form.get("type") == "json_object":
-        wanted["json_object"] = True
-    elif form.get("type") == "json_schema":
-        wanted["json"] = form["json_schema"].get("schema")
-    if tag is not None:
-        wanted["structural_tag"] = tag
-    return {**_NO_STRUCTURE, **wanted} if wanted else None
 
 
 def template_kwargs(body: Mapping[str, Any], effort: str | None) -> dict[str, Any]:
@@ -312,40 +297,3 @@ def _flat(message: Mapping[str, Any]) -> dict[str, Any]:
 
 def _ordered(choice: Any) -> Any:
     return {"function": choice["function"], "type": "function"} if isinstance(choice, dict) else choice
-
-
-def _structural_tag(tools: list[Any] | None, choice: Any) -> str | None:
-    """Return the grammar of a forced tool call as the hermes parser writes it."""
-    named = choice["function"]["name"] if isinstance(choice, dict) else None
-    if not tools or (named is None and choice != "required"):
-        return None
-    tags = []
-    for tool in tools:
-        function = tool["function"]
-        if named not in (None, function["name"]):
-            continue
-        schema = function.get("parameters", True) if function.get("strict") else True
-        for gap in ("\n", ""):
-            tags.append(
-                {
-                    "type": "tag",
-                    "begin": f'<tool_call>{gap}{{"name": "{function["name"]}", "arguments": ',
-                    "content": {
-                        "type": "json_schema",
-                        "json_schema": schema,
-                        "style": "json",
-                        "any_order": False,
-                        "max_whitespace_cnt": None,
-                        "excludes": [],
-                    },
-                    "end": f"}}{gap}</tool_call>",
-                }
-            )
-    form = {
-        "type": "tags_with_separator",
-        "tags": tags,
-        "separator": "",
-        "at_least_one": True,
-        "stop_after_first": named is not None,
-    }
-    return json.dumps({"type": "structural_tag", "format": form}, ensure_ascii=False)

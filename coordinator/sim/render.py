@@ -13,7 +13,7 @@ from coordinator.sim.answers import Answer, Call, Whole
 from coordinator.sim.refusals import Refusal
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from coordinator.sim.core import Core
     from coordinator.sim.prompts import Prepared
@@ -23,14 +23,17 @@ if TYPE_CHECKING:
 async def chat(core: Core, call: Call) -> Answer:
     _check_beam_search(call.body)
     prepared = prompts.prepare_chat(call.body, core.settings)
-    return Whole(_request(f"chatcmpl-{call.id}", prepared, call.body, core.settings))
+    return Whole(
+        _request(f"chatcmpl-{call.id}", prepared, _by_release(call.body, [prepared], core.settings), core.settings)
+    )
 
 
 async def completions(core: Core, call: Call) -> Answer:
     _check_beam_search(call.body)
     every = prompts.prepare_completions(call.body, core.settings)
+    body = _by_release(call.body, every, core.settings)
     ids = [f"cmpl-{call.id}"] if len(every) == 1 else [f"cmpl-{call.id}-{at}" for at in range(len(every))]
-    return Whole([_request(id, prepared, call.body, core.settings) for id, prepared in zip(ids, every, strict=True)])
+    return Whole([_request(id, prepared, body, core.settings) for id, prepared in zip(ids, every, strict=True)])
 
 
 async def responses(core: Core, call: Call) -> Answer:
@@ -55,6 +58,16 @@ async def messages(core: Core, call: Call) -> Answer:
 def response_id(call: Call) -> str:
     """Return the body's id as it is, or a new one; the header is not used here."""
     return call.body.get("request_id") or f"resp_{secrets.token_hex(8)}"
+
+
+def _by_release(body: Mapping[str, Any], prepared: Sequence[Prepared], settings: Settings) -> Mapping[str, Any]:
+    """Move transfer params to where releases before 0.33 left them: inside ``extra_args``."""
+    params = {key: body[key] for key in ("kv_transfer_params", "ec_transfer_params") if body.get(key) is not None}
+    if settings.at_least(0, 33):
+        return body
+    for one in prepared if params else ():
+        one.sampling.extra_args = {**(one.sampling.extra_args or {}), **params}
+    return {key: value for key, value in body.items() if key not in params and key != "return_token_ids"}
 
 
 def _check_beam_search(body: Mapping[str, Any]) -> None:
@@ -87,7 +100,7 @@ def _request(
     }
     if body.get("return_token_offsets") and prepared.text is not None:
         request["token_offsets"] = tokenizer.load().offsets(prepared.text)
-    if settings.parse_context:
+    if settings.at_least(0, 33):
         request["parse_context"] = prepared.context if parsed else None
     return request | {
         "stream": bool(body.get("stream")),

@@ -70,8 +70,18 @@ def _tools(turns: list[Turn]) -> tuple[Mapping[str, Any], ...]:
     _, found, block = system.partition("# Tools\n<tools>\n")
     if not found:
         return ()
-    lines = block.partition("\n</tools>")[0].splitlines()
-    return tuple(json.loads(line)["function"] for line in lines)
+    lines = block.partition("\n</tools>")[0].split("\n")
+    tools = [_object(line).get("function") for line in lines]
+    return tuple(tool for tool in tools if isinstance(tool, dict) and "name" in tool)
+
+
+def _object(text: str) -> dict[str, Any]:
+    """Read a JSON object that a user may have written: empty if it is none."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def reply_to(prompt: Prompt) -> Reply:
@@ -90,11 +100,12 @@ def reply_to(prompt: Prompt) -> Reply:
 def _after_tools(prompt: Prompt, last: str) -> Reply:
     results = re.findall(r"<tool_response>\n(.*?)\n</tool_response>", last, re.DOTALL)
     asked = prompt.turns[-2].text if len(prompt.turns) > 1 else ""
-    calls = [json.loads(call) for call in re.findall(r"<tool_call>\n(.*?)\n</tool_call>", asked, re.DOTALL)]
+    calls = [_object(call) for call in re.findall(r"<tool_call>\n(.*?)\n</tool_call>", asked, re.DOTALL)]
     said = []
     for call, result in zip(calls, results, strict=False):
-        city = call["arguments"].get("city")
-        said.append(f"In {city} it is {result}." if city else f"The {call['name']} tool says {result}.")
+        arguments = call.get("arguments")
+        city = arguments.get("city") if isinstance(arguments, dict) else None
+        said.append(f"In {city} it is {result}." if city else f"The {call.get('name')} tool says {result}.")
     return Reply("The tool has answered.", " ".join(said) or " ".join(results))
 
 

@@ -13,17 +13,19 @@ from typing import TYPE_CHECKING, Any
 
 from coordinator.sim import conversations
 from coordinator.sim.answers import Answer, Call, Cut, Frame, Stream, Whole
-from coordinator.sim.chat import Run, prepared_run
+from coordinator.sim.chat_run import Run, prepared_run
 from coordinator.sim.engine import Output
-from coordinator.sim.parsers import StreamParser, parse
+from coordinator.sim.parsers import parse
 from coordinator.sim.refusals import Refusal, failed
 from coordinator.sim.render import response_id
+from coordinator.sim.responses_items import ItemWriter, call_item, message_item, reasoning_item
+from coordinator.sim.stream_parser import StreamParser
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator, Mapping
+    from collections.abc import AsyncGenerator, Iterator, Mapping
 
     from coordinator.sim.core import Core, Generation
-    from coordinator.sim.parsers import Delta, Parsed
+    from coordinator.sim.parsers import Parsed
 
 
 async def responses(core: Core, call: Call) -> Answer:
@@ -128,57 +130,20 @@ def _usage(run: Run, output: Output, generation: Generation | None) -> dict[str,
 
 def _items(parsed: Parsed) -> Iterator[dict[str, Any]]:
     if parsed.reasoning:
-        yield _reasoning_item(f"rs_{secrets.token_hex(8)}", parsed.reasoning, None)
+        yield reasoning_item(f"rs_{secrets.token_hex(8)}", parsed.reasoning, None)
     if parsed.content:
-        yield _message_item(f"msg_{secrets.token_hex(8)}", parsed.content, "completed")
+        yield message_item(f"msg_{secrets.token_hex(8)}", parsed.content, "completed")
     for call in parsed.tool_calls:
         function = call["function"]
-        yield _call_item(f"fc_{secrets.token_hex(8)}", call["id"], function["name"], function["arguments"], "completed")
+        yield call_item(f"fc_{secrets.token_hex(8)}", call["id"], function["name"], function["arguments"], "completed")
 
 
-def _reasoning_item(id: str, text: str, status: str | None) -> dict[str, Any]:
-    return {
-        "id": id,
-        "summary": [],
-        "type": "reasoning",
-        "content": [{"text": text, "type": "reasoning_text"}] if text else None,
-        "encrypted_content": None,
-        "status": status,
-    }
-
-
-def _message_item(id: str, text: str, status: str) -> dict[str, Any]:
-    part: dict[str, Any] = {"annotations": [], "text": text, "type": "output_text", "logprobs": None}
-    return {
-        "id": id,
-        "content": [part] if status != "in_progress" else [],
-        "role": "assistant",
-        "status": status,
-        "type": "message",
-        "phase": None,
-    }
-
-
-def _call_item(id: str, call_id: str, name: str, arguments: str, status: str) -> dict[str, Any]:
-    return {
-        "arguments": arguments,
-        "call_id": call_id,
-        "name": name,
-        "type": "function_call",
-        "id": id,
-        "async": None,
-        "caller": None,
-        "namespace": None,
-        "status": status,
-    }
-
-
-async def _frames(run: Run) -> AsyncIterator[Frame]:
+async def _frames(run: Run) -> AsyncGenerator[Frame, None]:
     numbers = _Numbers()
     for kind in ("response.created", "response.in_progress"):
         yield numbers.frame({"response": _response(run, []), "type": kind})
     parser = StreamParser(run.parsing)
-    items = _ItemWriter()
+    items = ItemWriter()
     output = Output(0)
     try:
         generation = run.admit()
@@ -207,91 +172,3 @@ class _Numbers:
         ordered = {key: numbered[key] for key in sorted(numbered) if key not in last}
         ordered |= {key: numbered[key] for key in last if key in numbered}
         return Frame(ordered, event=event["type"])
-
-
-class _ItemWriter:
-    """Opens and closes output items as the kind of delta changes."""
-
-    def __init__(self) -> None:
-        self.done: list[dict[str, Any]] = []
-        self._kind = ""
-        self._id = ""
-        self._text = ""
-        self._call: dict[str, Any] = {}
-
-    def feed(self, delta: Delta) -> Iterator[dict[str, Any]]:
-        if delta.reasoning:
-            yield from self._begin("reasoning")
-            yield self._add("reasoning_text", delta.reasoning)
-        if delta.content:
-            yield from self._begin("message")
-            yield {**self._add("output_text", delta.content), "logprobs": []}
-        for entry in delta.tools:
-            if "id" in entry:
-                yield from self._begin("call", entry)
-            arguments = entry["function"].get("arguments")
-            if arguments:
-                event = self._add("function_call_arguments", arguments)
-                del event["content_index"]
-                yield event
-
-    def close(self, status: str) -> Iterator[dict[str, Any]]:
-        if not self._kind:
-            return
-        place: dict[str, Any] = {"item_id": self._id, "output_index": len(self.done)}
-        if self._kind == "call":
-            name = self._call["function"]["name"]
-            kind = "response.function_call_arguments.done"
-            yield {**place, "arguments": self._text, "type": kind, "name": name}
-        else:
-            place["content_index"] = 0
-            if self._kind == "reasoning":
-                yield {**place, "text": self._text, "type": "response.reasoning_text.done"}
-                part: dict[str, Any] = {"text": self._text, "type": "reasoning_text"}
-            else:
-                yield {**place, "text": self._text, "logprobs": [], "type": "response.output_text.done"}
-                part = {"annotations": [], "text": self._text, "type": "output_text", "logprobs": None}
-            yield {**place, "part": part, "type": "response.content_part.done"}
-        item = self._item(status)
-        yield {"item": item, "output_index": len(self.done), "type": "response.output_item.done"}
-        self.done.append(item)
-        self._kind = ""
-
-    def _begin(self, kind: str, entry: dict[str, Any] | None = None) -> Iterator[dict[str, Any]]:
-        if self._kind == kind and entry is None:
-            return
-        yield from self.close("completed")
-        prefix = {"reasoning": "rs", "message": "msg", "call": "fc"}[kind]
-        self._kind, self._id, self._text = kind, f"{prefix}_{secrets.token_hex(8)}", ""
-        self._call = entry or {}
-        index = len(self.done)
-        yield {"item": self._item("in_progress"), "output_index": index, "type": "response.output_item.added"}
-        if kind == "call":
-            return
-        part: dict[str, Any] = {"text": "", "type": "reasoning_text"}
-        if kind == "message":
-            part = {"annotations": [], "text": "", "type": "output_text", "logprobs": []}
-        yield {
-            "content_index": 0,
-            "item_id": self._id,
-            "output_index": index,
-            "part": part,
-            "type": "response.content_part.added",
-        }
-
-    def _add(self, what: str, delta: str) -> dict[str, Any]:
-        self._text += delta
-        return {
-            "content_index": 0,
-            "delta": delta,
-            "item_id": self._id,
-            "output_index": len(self.done),
-            "type": f"response.{what}.delta",
-        }
-
-    def _item(self, status: str) -> dict[str, Any]:
-        if self._kind == "reasoning":
-            return _reasoning_item(self._id, self._text, status)
-        if self._kind == "message":
-            return _message_item(self._id, self._text, status)
-        return _call_item(self._id, self._call["id"], self._call["function"]["name"], self._text, status)

@@ -35,21 +35,16 @@ class Settings:
     strict_kv: bool = True
     die_of_bad_kv: bool = True
 
-    @property
-    def _release(self) -> tuple[int, ...]:
-        return tuple(int(part) for part in self.version.split(".")[:2])
+    def at_least(self, *release: int) -> bool:
+        return tuple(int(part) for part in self.version.split(".")[:2]) >= release
 
     @property
     def output_modes(self) -> tuple[str, ...]:
         """The modes that ``output_mode`` may name; empty where the field is unknown."""
-        if self._release >= (0, 33):
+        if self.at_least(0, 33):
             return ("tokens", "text", "derender")
-        return ("tokens", "text") if self._release >= (0, 32) else ()
-
-    @property
-    def parse_context(self) -> bool:
-        return self._release >= (0, 33)
+        return ("tokens", "text") if self.at_least(0, 32) else ()
 
     @property
     def fingerprint(self) -> str:
-        return f"vllm-{self.version}-51u1a7ed"
+        return f"vllm-{self.version}-51a1a7ed"

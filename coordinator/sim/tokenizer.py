@@ -59,6 +59,9 @@ class Tokenizer:
     def __len__(self) -> int:
         return len(self._bytes)
 
+    def id_of(self, token: str) -> int:
+        return int(self._backend.token_to_id(token))
+
     def encode(self, text: str) -> list[int]:
         return list(self._backend.encode(text, add_special_tokens=False).ids)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from aiohttp import web
 
-from coordinator.sim import chat, completions, generate, messages, metrics, render, responses
+from coordinator.sim import chat, completions, generate, messages, probes, render, responses
 from coordinator.sim.answers import Answer, Call, Received, Whole
 from coordinator.sim.core import Core
 from coordinator.sim.faults import Behaviour, Fault
@@ -43,18 +43,22 @@ _SERVE: dict[str, Route] = {
 _ABORT = "/inference/v1/abort_requests"
 _LEGACY_ABORT = "/abort_requests"  # registered with --tokens-only alone, and needs no key
 _ROUTES: dict[Role, dict[str, Route]] = {"render": _RENDER, "prefill": _RENDER | _SERVE, "decode": _RENDER | _SERVE}
-_PROBES = ("/health", "/ping", "/v1/models", "/version", "/metrics", "/load")
+_UNAUTHORIZED = Whole({"error": "Unauthorized"}, 401)
 _GUARDED = ("/v1", "/inference")
 _SCALE_OUT = ("/inference/v1/generate", _ABORT)
 # What makes two requests the same prompt, for the rule ``seen_before``.
 _PROMPT_FIELDS = ("token_ids", "messages", "prompt", "input", "system", "tools")
 
 
+# How many requests a worker remembers; a demo may run for days.
+_KEPT = 10_000
+
+
 class SimWorker:
     """
     Attributes:
-        received: every request, also those that were refused or that hit a fault.
-        aborted: the requests whose client went away before the answer ended.
+        received: the requests, also those that were refused or that hit a fault.
+        aborted: those whose client went away before the answer ended.
         in_flight: requests that are being answered.
         behave: its manners; may be changed at any time.
         core: the engine core, with its counters.
@@ -109,6 +113,7 @@ class SimWorker:
     async def start(self) -> None:
         app = web.Application(client_max_size=1 << 30)
         app.router.add_route("*", "/{path:.*}", self._handle)
+        app.on_response_prepare.append(self._add_headers)
         # Cancelling a handler is how a client that went away is noticed, also before the first byte.
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
         await self._runner.setup()
@@ -142,10 +147,16 @@ class SimWorker:
         assert self._runner.server is not None
         return self._runner.server
 
+    async def _add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
+        response.headers["Server"] = "uvicorn"
+        if self.settings.request_id_headers:
+            response.headers["X-Request-Id"] = request.headers.get("X-Request-Id") or secrets.token_hex(16)
+
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         raw = await request.read()
         received = _received(request, raw)
         self.received.append(received)
+        del self.received[:-_KEPT]
         self.in_flight += 1
         try:
             return await self._respond(request, received)
@@ -159,7 +170,7 @@ class SimWorker:
             self.in_flight -= 1
 
     async def _respond(self, request: web.Request, received: Received) -> web.StreamResponse:
-        fault = self.behave.take(received.path, probe=received.path in _PROBES)
+        fault = self.behave.take(received.path, probe=received.path in probes.PATHS)
         early = await misbehave_early(request, fault)
         if early is not None:
             return early
@@ -170,50 +181,11 @@ class SimWorker:
 
     async def _answer(self, received: Received, fault: Fault) -> Answer:
         try:
-            if received.path in _PROBES:
-                return self._probe(received)
+            if received.path in probes.PATHS:
+                return probes.answer(self.core, received.path) if self._has_key(received) else _UNAUTHORIZED
             return await self._route(received, fault)
         except Refusal as refusal:
             return Whole(refusal.body(), refusal.status)
-
-    def _probe(self, received: Received) -> Answer:
-        path, model = received.path, self.settings.model
-        if path == "/version":
-            return Whole({"version": self.settings.version})
-        if path == "/load":
-            return Whole({"server_load": 0})
-        if path == "/metrics":
-            return Whole(metrics.exposition(self.core))
-        if path in ("/health", "/ping"):
-            return Whole(None)
-        if not self._has_key(received):
-            return Whole({"error": "Unauthorized"}, 401)
-        created = int(time.time())
-        permission = {
-            "id": f"modelperm-{secrets.token_hex(8)}",
-            "object": "model_permission",
-            "created": created,
-            "allow_create_engine": False,
-            "allow_sampling": True,
-            "allow_logprobs": True,
-            "allow_search_indices": False,
-            "allow_view": True,
-            "allow_fine_tuning": False,
-            "organization": "*",
-            "group": None,
-            "is_blocking": False,
-        }
-        entry = {
-            "id": model,
-            "object": "model",
-            "created": created,
-            "owned_by": "vllm",
-            "root": f"/models/{model}",
-            "parent": None,
-            "max_model_len": self.settings.max_model_len,
-            "permission": [permission],
-        }
-        return Whole({"object": "list", "data": [entry]})
 
     async def _route(self, received: Received, fault: Fault) -> Answer:
         path = received.path
@@ -221,7 +193,7 @@ class SimWorker:
         legacy = path == _LEGACY_ABORT and self.settings.tokens_only
         aborts = (path == _ABORT or legacy) and self.role != "render"
         if not self._has_key(received):
-            return Whole({"error": "Unauthorized"}, 401)
+            return _UNAUTHORIZED
         if route is None and not aborts:
             return Whole({"detail": "Not Found"}, 404)
         if received.method != "POST":

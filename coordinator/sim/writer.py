@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gzip
-from typing import TYPE_CHECKING, Any
+from contextlib import aclosing
+from typing import TYPE_CHECKING
 
 import orjson
 from aiohttp import web
@@ -73,20 +74,16 @@ async def _write_stream(request: web.Request, answer: Stream, fault: Fault) -> w
         await response.write(DONE.encode())
         await response.write_eof()
         return response
-    count = 0
-    frames = aiter(answer.frames)
     try:
-        async for frame in frames:
-            if await _stop_at(count, frame, request, response, fault):
-                break
-            await response.write(_rewritten(frame, fault).encode())
-            count += 1
+        async with aclosing(answer.frames) as frames:
+            count = 0
+            async for frame in frames:
+                if await _stop_at(count, frame, request, response, fault):
+                    break
+                await _write_event(response, _rewritten(frame, fault).encode(), fault)
+                count += 1
     except Cut:
         _reset(request)
-    finally:
-        close: Any = getattr(frames, "aclose", None)
-        if close is not None:
-            await close()
     await response.write_eof()
     return response
 
@@ -105,6 +102,15 @@ async def _stop_at(count: int, frame: Frame, request: web.Request, response: web
         await response.write(Frame(failed().body(), spaced=frame.spaced).encode() + DONE.encode())
         return True
     return count == fault.end_after
+
+
+async def _write_event(response: web.StreamResponse, event: bytes, fault: Fault) -> None:
+    if fault.comments:
+        await response.write(b": keep-alive\n\n")
+    size = fault.slice_bytes or len(event)
+    for start in range(0, len(event), size):
+        await response.write(event[start : start + size])
+        await asyncio.sleep(0)  # so that each slice is sent by itself
 
 
 def _rewritten(frame: Frame, fault: Fault) -> Frame:

@@ -169,6 +169,22 @@ async def test_gzip_whatever_was_accepted(body: dict[str, Any], fleet: SimFleet,
     assert len(packed) == len(plain)
 
 
+async def test_comments_come_between_the_events(fleet: SimFleet, client: Any) -> None:
+    fleet.decode.behave.next(Fault(comments=True))
+    got = await client.post(fleet.decode, GENERATE, STREAM)
+    assert got.raw.startswith(b": keep-alive\n\ndata: ")
+    assert got.raw.count(b": keep-alive\n\n") == len(got.events)
+
+
+async def test_events_may_come_in_slices(fleet: SimFleet, client: Any) -> None:
+    fleet.decode.behave.next(Fault(slice_bytes=7))
+    sizes = []
+    async with client.session.post(fleet.decode.url + GENERATE, json=STREAM) as response:
+        async for chunk, _ in response.content.iter_chunks():
+            sizes.append(len(chunk))
+    assert max(sizes) == 7
+
+
 async def test_another_content_type(fleet: SimFleet, client: Any) -> None:
     fleet.decode.behave.next(Fault(content_type="text/plain"))
     got = await client.post(fleet.decode, GENERATE, STREAM)

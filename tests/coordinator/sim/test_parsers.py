@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.sim.parsers import Delta, Parsed, Parsing, StreamParser, parse, rewritten
+from coordinator.sim.parsers import Parsed, Parsing, parse, rewritten
+from coordinator.sim.stream_parser import Delta, StreamParser
 
 THINKING = Parsing(thinking=True, tools=True, tool_choice="auto")
 PLAIN = Parsing(tools=True, tool_choice="auto")

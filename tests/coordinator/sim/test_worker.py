@@ -256,6 +256,81 @@ async def test_models_and_version_are_as_recorded(fleet: SimFleet, client: Any, 
         assert (got.status, got.raw) == (200, b"")
 
 
+async def test_a_request_id_comes_back_where_the_server_was_told_so(started: Any, client: Any) -> None:
+    worker = await started(request_id_headers=True)
+    got = await client.post(worker, CHAT, HELLO, headers={"X-Request-Id": "h"})
+    assert got.headers["X-Request-Id"] == "h"
+    assert len((await client.post(worker, CHAT, HELLO)).headers["X-Request-Id"]) == 32
+    worker = await started()
+    got = await client.post(worker, CHAT, HELLO, headers={"X-Request-Id": "h"})
+    assert "X-Request-Id" not in got.headers
+    assert got.headers["Server"] == "uvicorn"
+
+
+async def test_cached_tokens_are_shown_where_the_server_was_told_so(started: Any, client: Any, recorded: Any) -> None:
+    worker = await started(prompt_tokens_details=True)
+    request = {"messages": [{"role": "user", "content": "there " * 100}], "max_tokens": 2}
+    for name in ("chat_cached_tokens", "chat_cached_tokens_2"):
+        want = recorded(f"scale_out_disabled/{name}")["response"]["body"]["usage"]["prompt_tokens_details"]
+        got = (await client.post(worker, CHAT, request)).body["usage"]["prompt_tokens_details"]
+        assert list(got) == list(want)
+        assert [bool(value) for value in got.values()] == [bool(value) for value in want.values()]
+    streamed = {**request, "stream": True, "stream_options": {"include_usage": True}}
+    details = (await client.post(worker, CHAT, streamed)).events[-2]["usage"]["prompt_tokens_details"]
+    assert details["cached_tokens"] > 0
+    assert "multimodal_tokens" not in details
+
+
+# --- what a user may write ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"role": "system", "content": "# Tools\n<tools>\nnonsense\n[1]\n</tools>"}, {"role": "user", "content": "a"}],
+        [{"role": "user", "content": "<|im_start|>assistant\n<|im_end|>\u2028"}],
+        [{"role": "user", "content": "<tool_response>\nx\n</tool_response>"}],
+        [
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{broken"}}]},
+            {"role": "tool", "content": "x"},
+        ],
+        [{"role": "user", "content": [{"type": "text", "text": "Say"}, {"type": "text", "text": "hello."}]}],
+        [{"role": "user", "content": ""}],
+    ],
+)
+async def test_a_strange_conversation_is_answered(messages: Any, fleet: SimFleet, client: Any) -> None:
+    got = await client.post(fleet.decode, CHAT, {"messages": messages, "max_tokens": 50})
+    assert got.status == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {"messages": "a"}),
+        (CHAT, {"messages": ["a"]}),
+        (CHAT, {"messages": [{"content": "a"}]}),
+        (CHAT, {"messages": []}),
+        (CHAT, {**HELLO, "tools": {}}),
+        (CHAT, {**HELLO, "n": "two"}),
+        (CHAT, {**HELLO, "kv_transfer_params": [1]}),
+        ("/v1/completions", {"prompt": 5}),
+        ("/v1/completions", {"prompt": [1, 2], "max_tokens": 0}),
+        ("/v1/responses", {}),
+        ("/v1/messages", {"messages": "a", "max_tokens": 3}),
+        (GENERATE, {**BODY, "token_ids": ["a"]}),
+        (GENERATE, {**BODY, "token_ids": 5}),
+        (GENERATE, {**BODY, "sampling_params": []}),
+        (GENERATE, {**BODY, "sampling_params": {"stop": [1]}}),
+        (GENERATE, {**BODY, "stream": "maybe"}),
+        (GENERATE, {**BODY, "parse_context": [1]}),
+    ],
+)
+async def test_a_wrong_type_is_a_400(path: str, body: Any, fleet: SimFleet, client: Any) -> None:
+    got = await client.post(fleet.decode, path, body)
+    assert got.status == 400, got.text
+    assert got.body["error"]["code"] == 400
+
+
 # --- abort ----------------------------------------------------------------------------------------------------
 
 
