@@ -132,14 +132,14 @@ def _check_salt(body: Json) -> None:
 
 
 def _check_chat(body: Json) -> None:
-    if body.get("stream_options") is not None and not body.get("stream"):
+    if body.get("stream_options") and not body.get("stream"):
         raise BadRequest("stream_options needs stream: true; leave it out or ask for a stream", param="stream_options")
-    if body.get("top_logprobs") is not None and not body.get("logprobs"):
+    if body.get("top_logprobs") and not body.get("logprobs"):  # 0 asks for none, and clients do send it
         raise BadRequest("top_logprobs needs logprobs: true", param="top_logprobs")
 
 
 def _check_completions(body: Json) -> None:
-    if body.get("stream_options") is not None and not body.get("stream"):
+    if body.get("stream_options") and not body.get("stream"):
         raise BadRequest("stream_options needs stream: true; leave it out or ask for a stream", param="stream_options")
     prompt = body.get("prompt")
     if isinstance(prompt, list) and len(prompt) > 1 and isinstance(prompt[0], (str, list)):

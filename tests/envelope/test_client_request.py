@@ -194,7 +194,8 @@ def test_stream_options_need_a_stream_where_vllm_says_so(api: Format, stream: An
         "stream_options",
     )
     check(api, body_of(api, stream=True, stream_options={"include_usage": True}))
-    check(api, body_of(api, stream=stream, stream_options=None))
+    for nothing in (None, {}):
+        check(api, body_of(api, stream=stream, stream_options=nothing))
 
 
 @pytest.mark.parametrize("api", [RESPONSES, MESSAGES, GENERATE])
@@ -209,7 +210,8 @@ def test_top_logprobs_need_logprobs() -> None:
             "top_logprobs",
         )
     check(CHAT, body_of(CHAT, top_logprobs=2, logprobs=True))
-    check(CHAT, body_of(CHAT, top_logprobs=None, logprobs=False))
+    for nothing in (None, 0):
+        check(CHAT, body_of(CHAT, top_logprobs=nothing, logprobs=False))
 
 
 @pytest.mark.parametrize("prompts", [["a", "b"], [[1], [2]], ["a", "b", "c"]])
