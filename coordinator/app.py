@@ -8,6 +8,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
+from aiohttp.http_exceptions import ContentEncodingError, LineTooLong
 from aiohttp.web_protocol import RequestHandler
 from prometheus_client import CollectorRegistry
 
@@ -19,6 +20,7 @@ from coordinator.logs import log
 from coordinator.metrics import Metrics
 from coordinator.pipeline import Pipeline
 from coordinator.questions import Questions
+from coordinator.release import Releaser
 from coordinator.respond import Manner
 from coordinator.routing.gateway import GatewayRouter
 from coordinator.routing.header import HeaderRouter
@@ -33,9 +35,11 @@ from envelope.errors import (
     InternalError,
     MethodNotAllowed,
     UnknownPath,
+    UnsupportedMedia,
     error_body,
 )
 from envelope.formats import PATHS, RENDER_PATHS, Format
+from steps.decode import Decode
 from steps.render import Render
 
 if TYPE_CHECKING:
@@ -59,10 +63,13 @@ def build(config: Config) -> web.Application:
     metrics = Metrics(CollectorRegistry())
     steps = registry.build(config, metrics)
     upstream = HttpUpstream(links(config, steps), config.pipeline.forward_response_headers, metrics)
+    decode = next(step for step in steps if isinstance(step, Decode))
+    releaser = Releaser(decode.release_leg, upstream, metrics)
     readiness = Readiness(probes(steps, upstream.links), config.server.readiness_interval)
     front = Front(
         apis=SERVED,
-        pipeline=Pipeline(steps, upstream, time.monotonic),
+        pipeline=Pipeline(steps, upstream, metrics, time.monotonic),
+        releaser=releaser,
         intake=Intake(megabytes_to_bytes(config.server.max_request_body_size), config.server.read_timeout or None),
         manner=Manner(
             config.server.write_timeout or None,
@@ -83,7 +90,7 @@ def build(config: Config) -> web.Application:
     app[FRONT] = front
     app[READINESS] = readiness
     app.add_routes(front.routes(metrics=config.server.metrics_port is None))
-    app.cleanup_ctx.append(_workers(upstream, readiness))
+    app.cleanup_ctx.append(_workers(upstream, readiness, releaser))
     return app
 
 
@@ -154,13 +161,16 @@ def _pool_router(config: Config, pool: Pool) -> StaticRouter | HeaderRouter:
     return HeaderRouter(pool.header, pool.allow, never)
 
 
-def _workers(upstream: HttpUpstream, readiness: Readiness) -> Callable[[web.Application], AsyncIterator[None]]:
+def _workers(
+    upstream: HttpUpstream, readiness: Readiness, releaser: Releaser
+) -> Callable[[web.Application], AsyncIterator[None]]:
     async def opened(app: web.Application) -> AsyncIterator[None]:
         await upstream.start()
         async with asyncio.TaskGroup() as tasks:
             asking = tasks.create_task(readiness.run(upstream.sessions))
             yield
             asking.cancel()
+        await releaser.close()
         await upstream.close()
 
     return opened
@@ -206,11 +216,19 @@ class _JsonHandler(RequestHandler):
     ) -> web.StreamResponse:
         if status == 500:
             return super().handle_error(request, status, exc, message)
-        text = (message or "bad request").splitlines()[0][:200]
-        error: ApiError = HeadersTooLarge(text) if "too long" in text or "too large" in text else BadRequest(text)
-        response = _error_response(error, request)
+        response = _error_response(_malformed(exc, message), request)
         response.force_close()
         return response
+
+
+def _malformed(exc: BaseException | None, message: str | None) -> ApiError:
+    """Return what a request that could not be read gets told; what it held is not repeated."""
+    if isinstance(exc, LineTooLong):
+        return HeadersTooLarge("the request line or a header is longer than server.max_header_size allows")
+    if isinstance(exc, ContentEncodingError):  # aiohttp's parser meets it before a route does
+        return UnsupportedMedia("this Content-Encoding is not understood; send gzip, deflate, or none")
+    reason = (message or "").partition("\n")[0].rstrip(": ")[:200]
+    return BadRequest(f"this is no valid HTTP/1.1 request: {reason or 'unreadable'}")
 
 
 class _JsonServer(web.Server):

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 
 from coordinator.headers import downstream_headers
-from coordinator.verdict import event_error
-from envelope.errors import ApiError, LegFailed, LegTimeout, NoWorker
+from coordinator.verdict import event_error, retryable
+from envelope.errors import ApiError, LegError, LegFailed, LegTimeout, NoWorker
 from envelope.json_codec import JSONDecodeError, loads_lenient
 from envelope.sse import Events, EventTooLarge, data_of
 
@@ -29,12 +29,15 @@ _DONE = b"[DONE]"
 class Call:
     """One leg under way: owns its worker's permit and its connection. Implements ``coordinator.context.LiveStream``."""
 
-    def __init__(self, leg: Leg, worker: Worker) -> None:
+    def __init__(self, leg: Leg, worker: Worker, attempt: int = 0, begun: float | None = None) -> None:
         self.leg = leg
         self.worker = worker
+        self.attempt = attempt
+        self.connected = False  # a connection was had, so the worker may have got the request
         self.response: aiohttp.ClientResponse = None  # type: ignore[assignment]  # set by HttpUpstream._open
-        self.begun = asyncio.get_running_loop().time()
-        self.ends_at = self.begun + leg.limits.request_s if leg.limits.request_s else None
+        self.began = asyncio.get_running_loop().time()
+        first = self.began if begun is None else begun
+        self.ends_at = first + leg.limits.request_s if leg.limits.request_s else None
         self._head: list[bytes] = []
         self._first = b""
         self._closed = False
@@ -109,25 +112,27 @@ class Call:
 
 
 @contextmanager
-def mapped(leg: Leg) -> Iterator[None]:
+def mapped(leg: Leg, call: Call | None = None) -> Iterator[None]:
     """Turn what goes wrong on the wire into the error that the client gets."""
     try:
         yield
     except ApiError:
         raise
     except (aiohttp.ClientError, TimeoutError, EventTooLarge, OSError) as error:
-        raise wire_error(leg, error) from error
+        raise wire_error(leg, error, reached=call is None or call.connected) from error
 
 
-def wire_error(leg: Leg, error: Exception) -> ApiError:
+def wire_error(leg: Leg, error: Exception, *, reached: bool = True) -> LegError:
     """Return the error that a failed exchange stands for; the order matters, as some classes are of two kinds."""
     if isinstance(error, (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)):
-        return NoWorker(leg.step, f"no {leg.role} worker could be reached", headers=_SOON)
+        nobody = NoWorker(leg.step, f"no {leg.role} worker could be reached", headers=_SOON)
+        return retryable(nobody, reached=False)
     if isinstance(error, TimeoutError):
         return LegTimeout(leg.step, "the worker did not answer in time")
     if isinstance(error, EventTooLarge):
         return LegFailed(leg.step, "the worker sent an event that is too large")
-    return LegFailed(leg.step, "the connection to the worker broke before its answer was whole")
+    broken = LegFailed(leg.step, "the connection to the worker broke before its answer was whole")
+    return retryable(broken, reached=reached)
 
 
 def earliest(*ends: float | None) -> float | None:

@@ -41,6 +41,12 @@ class NoEvents:
     def prefill_skipped(self, reason: str) -> None:
         pass
 
+    def prefill_failed_over(self, reason: str) -> None:
+        pass
+
+    def begun_again(self) -> None:
+        pass
+
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run one command and exit with its code."""
@@ -131,7 +137,7 @@ def _explain(args: argparse.Namespace) -> int:
     headers = tuple(_header(text) for text in args.header)
     routing = routing_headers(config)
     try:
-        legs = asyncio.run(explain(steps, links(config, steps), api, body, headers, routing))
+        legs = asyncio.run(explain(steps, links(config, steps), NoEvents(), api, body, headers, routing))
     except ApiError as error:
         print(json.dumps({"error": error.body("")}, indent=2), file=sys.stderr)
         return FAILED

@@ -331,6 +331,14 @@ class Pipeline(Section):
     on_missing_handover: OnMissingHandover = Field(
         "fail", description="when prefill leaves nothing for decode: fail the request, or decode_alone"
     )
+    on_prefill_failure: Literal["fail", "decode_alone"] = Field(
+        "fail", description="when no prefill worker could do its leg: fail the request, or decode_alone"
+    )
+    max_handover_age: Duration = Field(
+        15.0,
+        description="age after which a hand-over is not sent to decode any more; prefill keeps its blocks for 30s; "
+        "0 is no limit",
+    )
     expose_transfer_params: bool = Field(
         False,
         description="leave the workers' hand-over, which names hosts and ports, in what clients get",

@@ -4,8 +4,11 @@
 slot                set by                  read by
 ==================  ======================  ==========================================
 ``rendered``        render                  conditional-decode, prefill, decode
-``handover``        prefill                 decode
+``handover``        prefill                 decode, pipeline (to begin again), release
+``handover_at``     prefill                 decode
+``handover_sent``   upstream                release
 ``carried``         upstream                upstream (headers of later legs)
+``failed``          upstream                upstream (workers to avoid when a leg is made again)
 ``answer``          conditional-decode,     pipeline, respond
                     decode
 ``legs``            pipeline, respond       the access log and the metrics
@@ -105,9 +108,17 @@ class RequestContext:
 
     rendered: Json | None = None
     handover: Mapping[str, Any] | None = None
+    handover_at: float = 0.0
+    handover_sent: bool = False
+    failed: list[Any] = field(default_factory=list)
     carried: dict[str, str] = field(default_factory=dict)
     answer: Answer | None = None
     legs: list[LegTime] = field(default_factory=list)
+
+    def begin_again(self, leg_id: str) -> None:
+        """Forget what a failed attempt left: the next one starts at prefill, under an id of its own."""
+        self.leg_id = leg_id
+        self.handover, self.handover_sent = None, False
 
     async def aclose(self) -> None:
         """Give up whatever is still open on a worker."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from coordinator.context import Headers
-    from coordinator.step import Leg, Step
+    from coordinator.step import Events, Leg, Step
     from coordinator.upstream import RoleLink
     from envelope.json_codec import Json
 
@@ -88,6 +88,7 @@ class _Scribe:
 
     def _write_down(self, ctx: RequestContext, leg: Leg) -> None:
         worker = self._links[leg.role].router.pick(ctx)
+        assert worker is not None, "nobody was tried yet"
         headers = (("Content-Type", "application/json"), *leg_headers(ctx, leg, worker))
         self.sent.append(SentLeg(leg.step, "POST", worker.url + leg.path, headers, leg.body))
 
@@ -108,9 +109,14 @@ class _Opened:
 
 
 async def explain(
-    steps: Sequence[Step], links: Mapping[str, RoleLink], api: Format, body: Any, raw_headers: Headers,
+    steps: Sequence[Step],
+    links: Mapping[str, RoleLink],
+    events: Events,
+    api: Format,
+    body: Any,
+    raw_headers: Headers,
     routing_headers: Sequence[str],
-) -> list[SentLeg]:  # fmt: skip
+) -> list[SentLeg]:
     """Return the legs that a request would make, in their order.
 
     Args:
@@ -133,7 +139,7 @@ async def explain(
         stream=bool(clean.get("stream")),
     )
     scribe = _Scribe(links)
-    await Pipeline(steps, scribe, time.monotonic).run(ctx)
+    await Pipeline(steps, scribe, events, time.monotonic).run(ctx)
     return scribe.sent
 
 

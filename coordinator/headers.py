@@ -71,12 +71,17 @@ def downstream_headers(raw: Iterable[tuple[str, str]]) -> Headers:
     return _kept(raw, _NOT_DOWNSTREAM)
 
 
-def leg_headers(ctx: RequestContext, leg: Leg, worker: Worker) -> list[tuple[str, str]]:
-    """Return every header that a leg is sent with, framing aside."""
+def leg_headers(ctx: RequestContext, leg: Leg, worker: Worker, attempt: int = 0) -> list[tuple[str, str]]:
+    """Return every header that a leg is sent with, framing aside.
+
+    Args:
+        attempt: 0 for the first; a repeated leg has an id of its own, as the first may still be running.
+    """
+    own_id = f"{ctx.leg_id}-{attempt + 1}" if attempt else ctx.leg_id
     own = (
         ("Accept", "text/event-stream" if leg.body.get("stream") else "application/json"),
         ("Accept-Encoding", "identity"),
-        ("X-Request-Id", ctx.leg_id),
+        ("X-Request-Id", own_id),
         *worker.headers,
         *leg.headers,
         *ctx.carried.items(),

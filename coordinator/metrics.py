@@ -63,6 +63,24 @@ class Metrics:
             ["reason"],
             registry=registry,
         )
+        self.retries = Counter(
+            "coordinator_retries",
+            "Legs sent to another worker, and requests begun again at prefill, by step.",
+            ["step"],
+            registry=registry,
+        )
+        self.prefills_failed_over = Counter(
+            "coordinator_prefills_failed_over",
+            "Requests that decode computed alone because prefill failed, by the failure.",
+            ["reason"],
+            registry=registry,
+        )
+        self.handovers_released = Counter(
+            "coordinator_handovers_released",
+            "Hand-overs whose client left before decode was asked, by what became of them.",
+            ["outcome"],
+            registry=registry,
+        )
         self.stale_connections = Counter(
             "coordinator_stale_connections",
             "Legs sent again because a kept connection had died before any byte of the answer.",
@@ -75,6 +93,12 @@ class Metrics:
 
     def prefill_skipped(self, reason: str) -> None:
         self.prefills_skipped.labels(reason).inc()
+
+    def prefill_failed_over(self, reason: str) -> None:
+        self.prefills_failed_over.labels(reason).inc()
+
+    def begun_again(self) -> None:
+        self.retries.labels("prefill_again").inc()
 
     def leg(self, leg: LegTime) -> None:
         self.leg_seconds.labels(leg.step, leg.outcome).observe(leg.seconds)

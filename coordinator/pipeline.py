@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from coordinator.context import LegTime
-from envelope.errors import ApiError, InternalError
+from coordinator.headers import leg_id
+from envelope.errors import ApiError, InternalError, LegError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from coordinator.context import RequestContext
-    from coordinator.step import Step, Upstream
+    from coordinator.step import Events, Step, Upstream
 
 
 class Pipeline:
@@ -21,10 +22,12 @@ class Pipeline:
         clock: monotonic seconds.
     """
 
-    def __init__(self, steps: Sequence[Step], upstream: Upstream, clock: Callable[[], float]) -> None:
+    def __init__(self, steps: Sequence[Step], upstream: Upstream, events: Events, clock: Callable[[], float]) -> None:
         self.steps = tuple(steps)
         self._upstream = upstream
+        self._events = events
         self._clock = clock
+        self._prefill = next((i for i, step in enumerate(self.steps) if step.type == "prefill"), None)
 
     async def run(self, ctx: RequestContext) -> None:
         """Fill ``ctx.answer``.
@@ -34,7 +37,18 @@ class Pipeline:
         """
         for step in self.steps:
             step.admit(ctx)
-        for step in self.steps:
+        try:
+            await self._run_from(0, ctx)
+        except LegError as error:
+            if not (error.retryable and error.elsewhere) or ctx.handover is None or self._prefill is None:
+                raise
+            # Decode failed and may have read the hand-over, which is good for one reader. So: once more, from prefill.
+            ctx.begin_again(leg_id(ctx.request_id))
+            self._events.begun_again()
+            await self._run_from(self._prefill, ctx)
+
+    async def _run_from(self, first: int, ctx: RequestContext) -> None:
+        for step in self.steps[first:]:
             await self._run(step, ctx)
             if ctx.answer is not None:
                 return

@@ -5,6 +5,7 @@ A pipeline that cannot work (``rules``) is refused here, before a port is bound.
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
@@ -57,7 +58,7 @@ _LATER = {
 }
 
 
-def build(config: Config, events: Events) -> list[Step]:
+def build(config: Config, events: Events, clock: Callable[[], float] = time.monotonic) -> list[Step]:
     """Make the steps that the file names, in its order.
 
     Raises:
@@ -67,8 +68,11 @@ def build(config: Config, events: Events) -> list[Step]:
         kv=KV_CONNECTORS[config.pipeline.kv_connector],
         use_openai_format=config.pipeline.use_openai_format,
         on_missing_handover=config.pipeline.on_missing_handover,
+        on_prefill_failure=config.pipeline.on_prefill_failure,
+        max_handover_age_s=config.pipeline.max_handover_age or None,
         expose_transfer_params=config.pipeline.expose_transfer_params,
         events=events,
+        clock=clock,
     )
     faults: list[Fault] = []
     placed = tuple(_place(config, index, settings, faults) for index in range(len(config.pipeline.steps)))

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from coordinator.metrics import Metrics
     from coordinator.pipeline import Pipeline
     from coordinator.questions import Questions
+    from coordinator.release import Releaser
     from coordinator.respond import Manner, Result
 
 
@@ -75,6 +76,7 @@ class Front:
         *,
         apis: Sequence[Format],
         pipeline: Pipeline,
+        releaser: Releaser,
         intake: Intake,
         manner: Manner,
         readiness: Readiness,
@@ -86,6 +88,7 @@ class Front:
     ) -> None:
         self._apis = tuple(apis)
         self._pipeline = pipeline
+        self._releaser = releaser
         self._intake = intake
         self._manner = manner
         self._readiness = readiness
@@ -138,6 +141,7 @@ class Front:
         finally:
             if ctx is not None:
                 await ctx.aclose()
+                self._releaser.release(ctx)
             self._leave(api)
             self._record(api, client_id, ctx, outcome, self._clock() - begun)
 
@@ -225,11 +229,13 @@ class Front:
             self._intake.check_head(request)
         except ApiError as error:
             client_id = request_id(request.headers.get("X-Request-Id"))
-            return web.Response(
+            response = web.Response(
                 status=error.status,
                 body=error_body(error, client_id),
-                headers={"Content-Type": "application/json", "X-Request-Id": client_id, "Connection": "close"},
+                headers={"Content-Type": "application/json", "X-Request-Id": client_id},
             )
+            response.force_close()  # the client may send the body all the same
+            return response
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         request.writer.output_size = 0  # the answer's head has not been sent yet
         return None

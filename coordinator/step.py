@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from coordinator.context import Headers, LiveStream, RequestContext
     from envelope.formats import Format
     from envelope.json_codec import Json
@@ -20,13 +22,15 @@ class LegLimits:
         connect_s: until a connection stands.
         first_byte_s: from the request's last byte to the answer's first event or, for a whole answer, its head.
         idle_s: between two reads of the answer.
-        request_s: the whole leg.
+        request_s: the whole leg, all its attempts together.
+        attempts: how many workers are tried before the leg has failed.
     """
 
     connect_s: float | None = 5.0
     first_byte_s: float | None = None
     idle_s: float | None = None
     request_s: float | None = None
+    attempts: int = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +42,7 @@ class Leg:
         role: whose worker is asked: ``render``, ``prefill``, ``decode``, ``encode``.
         api: which API the path belongs to.
         headers: what this leg adds to the client's own headers.
+        single_use: the body holds a hand-over that only one worker may be given.
     """
 
     step: str
@@ -46,6 +51,7 @@ class Leg:
     body: Json
     limits: LegLimits = LegLimits()
     headers: Headers = ()
+    single_use: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +103,10 @@ class Events(Protocol):
 
     def prefill_skipped(self, reason: str) -> None: ...
 
+    def prefill_failed_over(self, reason: str) -> None: ...
+
+    def begun_again(self) -> None: ...
+
 
 @dataclass(frozen=True, slots=True)
 class PipelineSettings:
@@ -105,8 +115,11 @@ class PipelineSettings:
     kv: KvConnector
     use_openai_format: bool
     on_missing_handover: str
+    on_prefill_failure: str
+    max_handover_age_s: float | None
     expose_transfer_params: bool
     events: Events
+    clock: Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,25 +9,29 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import aiohttp
 from aiohttp.payload import BytesPayload, Payload
 
 from coordinator.call import Call, earliest, mapped
 from coordinator.headers import downstream_headers, leg_headers
+from coordinator.retry import RetryBudget, may_repeat, wait_s
+from coordinator.routing.router import Worker
 from coordinator.step import Reply
 from coordinator.verdict import refusal
-from envelope.errors import LegFailed
+from envelope.errors import LegError, LegFailed, NoWorker
 from envelope.json_codec import JSONDecodeError, dumps, loads_lenient
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     from coordinator.context import RequestContext
     from coordinator.metrics import Metrics
     from coordinator.routing.router import Router
     from coordinator.step import Leg
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +63,7 @@ class HttpUpstream:
         self.links = links
         self._carry = tuple(carry)
         self._metrics = metrics
+        self._budget = RetryBudget()
         self.sessions: dict[str, aiohttp.ClientSession] = {}
 
     async def start(self) -> None:
@@ -73,42 +78,75 @@ class HttpUpstream:
         return self.links[role].router.serves(ctx)
 
     async def post_json(self, ctx: RequestContext, leg: Leg, *, accept: tuple[int, ...] = ()) -> Reply:
-        call = Call(leg, self.links[leg.role].router.pick(ctx))
-        try:
-            with mapped(leg):
-                await self._open(ctx, call)
-                return await self._whole(ctx, call, accept)
-        finally:
-            await call.aclose()
+        async def once(call: Call) -> Reply:
+            try:
+                with mapped(leg, call):
+                    await self._open(ctx, call)
+                    return await self._whole(ctx, call, accept)
+            finally:
+                await call.aclose()
+
+        return await self._attempt(ctx, leg, once)
 
     async def get(self, ctx: RequestContext, leg: Leg) -> Reply:
         """Send a GET and read its whole JSON answer; errors as in ``post_json``."""
-        call = Call(leg, self.links[leg.role].router.pick(ctx))
-        try:
-            with mapped(leg):
-                async with asyncio.timeout_at(self._first_byte_at(call)):
-                    call.response = await self.sessions[leg.role].get(
-                        call.worker.url + leg.path, headers=leg_headers(ctx, leg, call.worker), allow_redirects=False
-                    )
-                return await self._whole(ctx, call, ())
-        finally:
-            await call.aclose()
+
+        async def once(call: Call) -> Reply:
+            headers = leg_headers(ctx, leg, call.worker, call.attempt)
+            try:
+                with mapped(leg, call):
+                    async with asyncio.timeout_at(self._first_byte_at(call)):
+                        call.response = await self.sessions[leg.role].get(
+                            call.worker.url + leg.path, headers=headers, allow_redirects=False
+                        )
+                    return await self._whole(ctx, call, ())
+            finally:
+                await call.aclose()
+
+        return await self._attempt(ctx, leg, once)
 
     async def stream(self, ctx: RequestContext, leg: Leg, *, accept: tuple[int, ...] = ()) -> Call | Reply:
-        call, opened = Call(leg, self.links[leg.role].router.pick(ctx)), False
-        try:
-            with mapped(leg):
-                await self._open(ctx, call)
-                if call.response.status != 200 or call.response.content_type == "application/json":
-                    return await self._whole(ctx, call, accept)
-                async with asyncio.timeout_at(self._first_byte_at(call)):
-                    await call.read_first_event()
-            self._remember(ctx, call.response)
-            opened = True
-        finally:
-            if not opened:
-                await call.aclose()
-        return call
+        async def once(call: Call) -> Call | Reply:
+            opened = False
+            try:
+                with mapped(leg, call):
+                    await self._open(ctx, call)
+                    if call.response.status != 200 or call.response.content_type == "application/json":
+                        return await self._whole(ctx, call, accept)
+                    async with asyncio.timeout_at(self._first_byte_at(call)):
+                        await call.read_first_event()
+                self._remember(ctx, call.response)
+                opened = True
+            finally:
+                if not opened:
+                    await call.aclose()
+            return call
+
+        return await self._attempt(ctx, leg, once)
+
+    async def _attempt(self, ctx: RequestContext, leg: Leg, once: Callable[[Call], Awaitable[T]]) -> T:
+        """Send a leg to one worker after another, until one answers or trying on makes no sense."""
+        router, tried = self.links[leg.role].router, list[Worker]()
+        self._budget.deposit()
+        begun = asyncio.get_running_loop().time()
+        worker = router.pick(ctx, ctx.failed) or router.pick(ctx)
+        while worker is not None:
+            call = Call(leg, worker, len(tried), begun)
+            try:
+                return await once(call)
+            except LegError as error:
+                tried.append(worker)
+                if error.retryable:
+                    ctx.failed.append(worker)
+                worker = router.pick(ctx, [*tried, *ctx.failed])
+                error.elsewhere = worker is not None
+                if worker is None or not may_repeat(leg, error, len(tried)) or not self._budget.withdraw():
+                    raise
+            finally:
+                ctx.handover_sent |= leg.single_use and call.connected
+            self._metrics.retries.labels(leg.step).inc()
+            await asyncio.sleep(wait_s(len(tried)))
+        raise NoWorker(leg.step, f"there is no {leg.role} worker", headers={"Retry-After": "1"})
 
     async def _open(self, ctx: RequestContext, call: Call) -> None:
         """Send the leg and read the head of its answer.
@@ -118,13 +156,13 @@ class HttpUpstream:
         """
         leg = call.leg
         body = dumps(leg.body)
-        headers = leg_headers(ctx, leg, call.worker)
-        kept = SimpleNamespace(reused=False)
+        headers = leg_headers(ctx, leg, call.worker, call.attempt)
+        kept = SimpleNamespace(call=call, reused=False)
         async with asyncio.timeout_at(self._first_byte_at(call)):
             try:
                 call.response = await self._post(call, headers, body, kept)
             except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
-                if not kept.reused:
+                if not kept.reused or leg.single_use:
                     raise
                 self._metrics.stale_connections.labels(leg.role).inc()
                 call.response = await self._post(call, headers, body, kept)
@@ -132,7 +170,7 @@ class HttpUpstream:
     async def _post(
         self, call: Call, headers: list[tuple[str, str]], body: bytes, kept: SimpleNamespace
     ) -> aiohttp.ClientResponse:
-        kept.reused = False
+        kept.reused = call.connected = False
         return await self.sessions[call.leg.role].post(
             call.worker.url + call.leg.path,
             data=JsonPayload(body),
@@ -167,7 +205,7 @@ class HttpUpstream:
         limit = call.leg.limits.first_byte_s
         if limit is None:
             limit = self.links[call.leg.role].first_byte_s
-        return earliest(call.begun + limit if limit else None, call.ends_at)
+        return earliest(call.began + limit if limit else None, call.ends_at)
 
 
 class JsonPayload(BytesPayload):
@@ -196,11 +234,16 @@ class Connector(aiohttp.TCPConnector):
 def _session(link: RoleLink) -> aiohttp.ClientSession:
     trace = aiohttp.TraceConfig()
 
-    async def reused(_session: object, kept: SimpleNamespace, _params: object) -> None:
-        if kept.trace_request_ctx is not None:
-            kept.trace_request_ctx.reused = True
+    async def reused(_session: object, traced: SimpleNamespace, _params: object) -> None:
+        if (kept := traced.trace_request_ctx) is not None:
+            kept.reused = kept.call.connected = True
+
+    async def created(_session: object, traced: SimpleNamespace, _params: object) -> None:
+        if (kept := traced.trace_request_ctx) is not None:
+            kept.call.connected = True
 
     trace.on_connection_reuseconn.append(reused)
+    trace.on_connection_create_end.append(created)
     return aiohttp.ClientSession(
         connector=Connector(link.idle, link.idle_s),
         cookie_jar=aiohttp.DummyCookieJar(),

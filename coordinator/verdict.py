@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from envelope.errors import ApiError, LegBusy, LegFailed, LegRejected, LegTimeout
+from envelope.errors import LegBusy, LegError, LegFailed, LegRejected, LegTimeout
 from envelope.formats import PATHS, RENDER_PATHS, Format
 from envelope.json_codec import JSONDecodeError, loads_lenient
 
@@ -25,13 +25,16 @@ _SCALE_OUT_PATHS = frozenset((PATHS[Format.GENERATE], *RENDER_PATHS.values()))
 _SCALE_OUT_HINT = "vllm serve needs --enable-scale-out for this route (vLLM 0.30 and later)"
 
 
-def refusal(leg: Leg, status: int, headers: Mapping[str, str], raw: bytes) -> ApiError:
+def refusal(leg: Leg, status: int, headers: Mapping[str, str], raw: bytes) -> LegError:
     """Return the error that a worker's answer with a status outside 2xx stands for."""
     retry = {"Retry-After": headers["Retry-After"]} if "Retry-After" in headers else {}
     if status == 503:
-        return LegBusy(leg.step, "the worker answered 503: it is overloaded or starting", headers=retry or _SOON)
+        busy = LegBusy(leg.step, "the worker answered 503: it is overloaded or starting", headers=retry or _SOON)
+        return retryable(busy)
     if status == 504:
-        return LegTimeout(leg.step, "the worker answered 504")
+        return retryable(LegTimeout(leg.step, "the worker answered 504"))
+    if status == 502:
+        return retryable(LegFailed(leg.step, "the worker answered 502"))
     if not 400 <= status < 500:
         return LegFailed(leg.step, f"the worker answered {status}")
     error = _error_object(raw)
@@ -40,15 +43,22 @@ def refusal(leg: Leg, status: int, headers: Mapping[str, str], raw: bytes) -> Ap
     return LegRejected(leg.step, status, error or _plain(leg, status), headers=retry)
 
 
-def event_error(leg: Leg, error: Any) -> ApiError:
+def event_error(leg: Leg, error: Any) -> LegError:
     """Return the error that a stream's first event stands for; ``error.code`` is the status it should have had."""
     obj = error if isinstance(error, dict) else {"message": str(error)}
     code = obj.get("code")
     if isinstance(code, int) and 400 <= code < 500:
         return LegRejected(leg.step, code, obj)
     if code == 503:
-        return LegBusy(leg.step, "the worker is overloaded", headers=_SOON)
+        return retryable(LegBusy(leg.step, "the worker is overloaded", headers=_SOON))
     return LegFailed(leg.step, "the worker failed before its first token")
+
+
+def retryable(error: LegError, *, reached: bool = True) -> LegError:
+    """Mark an error that another worker may not have; ``reached``: this one may have begun."""
+    error.retryable = True
+    error.reached = reached
+    return error
 
 
 _SOON = {"Retry-After": "1"}

@@ -4,8 +4,8 @@
 
     ApiError
     ├── ClientError          the request is wrong: nothing was sent to a worker
-    │   ├── BadRequest 400, Forbidden 403, UnknownPath 404, MethodNotAllowed 405, ReadTimeout 408,
-    │   └── TooLarge 413, UnsupportedMedia 415, HeadersTooLarge 431
+    │   ├── BadRequest 400, Unauthorized 401, Forbidden 403, UnknownPath 404, MethodNotAllowed 405,
+    │   └── ReadTimeout 408, TooLarge 413, UnsupportedMedia 415, HeadersTooLarge 431
     ├── LegError             one leg failed; names its step
     │   ├── LegRejected      the worker's own 4xx, passed on as it is
     │   ├── LegFailed 502    no usable answer
@@ -13,6 +13,7 @@
     │   ├── LegTimeout 504   no answer in time
     │   └── NoWorker 503     nobody to ask
     ├── NotSupported 501     the configuration asks for what this release cannot do for this request
+    ├── Overloaded           no room for it, and nothing was done: QueueFull 429, QueueTimeout 503
     ├── Unavailable 503      the coordinator itself: draining
     ├── InternalError 500    a fault of ours
     └── ClientGone 499       for logs and metrics alone; nobody is left to read it
@@ -64,6 +65,11 @@ class BadRequest(ClientError):
     type = "BadRequestError"
 
 
+class Unauthorized(ClientError):
+    status = 401
+    type = "AuthenticationError"
+
+
 class Forbidden(ClientError):
     status = 403
     type = "PermissionDeniedError"
@@ -100,7 +106,17 @@ class HeadersTooLarge(ClientError):
 
 
 class LegError(ApiError):
-    """One leg failed. ``leg`` is the step's type, such as ``prefill``."""
+    """One leg failed. ``leg`` is the step's type, such as ``prefill``.
+
+    Attributes:
+        retryable: another worker may do better: the connection or the worker failed, not the request.
+        reached: the worker may have begun to work on the request.
+        elsewhere: there is a worker that has not been tried.
+    """
+
+    retryable = False
+    reached = True
+    elsewhere = False
 
     def __init__(
         self, leg: str, message: str, *, param: str | None = None, headers: dict[str, str] | None = None
@@ -148,6 +164,20 @@ class NoWorker(LegError):
 class NotSupported(ApiError):
     status = 501
     type = "NotImplementedError"
+
+
+class Overloaded(ApiError):
+    """No room for the request: nothing was done for it, so it may be sent again as it is."""
+
+
+class QueueFull(Overloaded):
+    status = 429
+    type = "RateLimitError"
+
+
+class QueueTimeout(Overloaded):
+    status = 503
+    type = "ServiceUnavailableError"
 
 
 class Unavailable(ApiError):

@@ -17,7 +17,15 @@ from envelope.errors import LegFailed
 from envelope.formats import PATHS, Format, leg_format
 from envelope.generate import asked_mode, check_echo, check_first_echo
 from envelope.kv_transfer import KV_CONNECTORS
-from envelope.legs import decode_for_generate_client, decode_generate, decode_openai, mode_for, stream_options
+from envelope.legs import (
+    decode_for_generate_client,
+    decode_generate,
+    decode_openai,
+    mode_for,
+    prefill_generate,
+    prefill_openai,
+    stream_options,
+)
 from envelope.parse_context import with_parse_context
 from steps.params import LegParams
 from steps.prompt import prompt_ids
@@ -95,9 +103,10 @@ class Decode:
             completions.refuse(ctx.body)
 
     async def run(self, ctx: RequestContext, upstream: Upstream) -> str:
+        self._check_age(ctx)
         fmt = leg_format(ctx.api, self._openai)
         body = self._body(ctx, fmt)
-        leg = Leg(self.type, self.role, PATHS[fmt], body, self._limits)
+        leg = Leg(self.type, self.role, PATHS[fmt], body, self._limits, single_use=ctx.handover is not None)
         mode = asked_mode(body) if fmt is Format.GENERATE else None
         if body.get("stream"):
             await self._stream(ctx, upstream, leg, fmt, mode)
@@ -108,6 +117,27 @@ class Decode:
     def plan(self, api: Format) -> PlanRow:
         fmt = leg_format(api, self._openai)
         return PlanRow(api, self.type, self.role, fmt, PATHS[fmt], self._notes(api, fmt))
+
+    def release_leg(self, ctx: RequestContext) -> Leg:
+        """Return the leg that fetches a hand-over whose client has left, so that prefill frees its blocks."""
+        fmt = leg_format(ctx.api, self._openai)
+        kv = ctx.handover or {}
+        if fmt is Format.GENERATE:
+            body = prefill_generate(ctx.rendered or ctx.body, kv)
+        else:
+            token_ids = prompt_ids(ctx) if self.params.send_prompt_token_ids else None
+            body = prefill_openai(fmt, ctx.body, kv, token_ids)
+        return Leg("release", self.role, PATHS[fmt], body, self._limits, single_use=True)
+
+    def _check_age(self, ctx: RequestContext) -> None:
+        """Refuse a hand-over whose blocks prefill may soon give to others: decode would read another prompt's."""
+        oldest = self._settings.max_handover_age_s
+        if ctx.handover is None or oldest is None or self._settings.clock() - ctx.handover_at <= oldest:
+            return
+        self._settings.events.handover_missing("too_old", "begin_again")
+        late = LegFailed(self.type, f"the hand-over is older than {oldest:g} s (pipeline.max_handover_age)")
+        late.retryable = late.elsewhere = True
+        raise late
 
     def _body(self, ctx: RequestContext, fmt: Format) -> Json:
         if fmt is not Format.GENERATE:

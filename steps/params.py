@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import BaseModel, ConfigDict, Field
 
 from coordinator.step import LegLimits
-from coordinator.units import Duration
+from coordinator.units import Count, Duration
 
 
 class StepParams(BaseModel):
@@ -24,7 +24,10 @@ class LegParams(StepParams):
         default=None, description="until the answer begins; unset in gateway mode means gateway.timeout"
     )
     idle_timeout: Duration | None = Field(default=None, description="between two reads of an answer that has begun")
-    request_timeout: Duration | None = Field(default=None, description="the whole leg")
+    request_timeout: Duration | None = Field(default=None, description="the whole leg, all its attempts together")
+    max_attempts: Count = Field(
+        default=2, description="how many workers are tried, while nothing has reached the client; 1 is no retry"
+    )
 
     def limits(self) -> LegLimits:
         return LegLimits(
@@ -32,4 +35,5 @@ class LegParams(StepParams):
             first_byte_s=self.first_byte_timeout,
             idle_s=self.idle_timeout or None,
             request_s=self.request_timeout or None,
+            attempts=self.max_attempts,
         )

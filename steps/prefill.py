@@ -12,7 +12,7 @@ from pydantic import Field
 
 from coordinator.step import Leg, PlanRow
 from envelope.client_request import choices, wants_prompt_logprobs
-from envelope.errors import LegFailed
+from envelope.errors import LegError, LegFailed, LegRejected
 from envelope.formats import PATHS, Format, leg_format
 from envelope.kv_transfer import KV_CONNECTORS, HandoverMissing, read_handover
 from envelope.legs import prefill_generate, prefill_openai
@@ -58,8 +58,14 @@ class Prefill:
             return "skipped"
         fmt = leg_format(ctx.api, self._openai)
         leg = Leg(self.type, self.role, PATHS[fmt], self._body(ctx, fmt), self._limits)
-        reply = await upstream.post_json(ctx, leg)
-        return self._keep(ctx, reply)
+        try:
+            reply = await upstream.post_json(ctx, leg)
+            return self._keep(ctx, reply)
+        except LegError as error:
+            if self._settings.on_prefill_failure != "decode_alone" or isinstance(error, LegRejected):
+                raise
+            self._settings.events.prefill_failed_over(type(error).__name__)
+            return "failed_over"
 
     def plan(self, api: Format) -> PlanRow:
         fmt = leg_format(api, self._openai)
@@ -83,6 +89,7 @@ class Prefill:
     def _keep(self, ctx: RequestContext, reply: Reply) -> str:
         try:
             ctx.handover = read_handover(self._kv, reply.body)
+            ctx.handover_at = self._settings.clock()
         except HandoverMissing as missing:
             policy = self._settings.on_missing_handover
             self._settings.events.handover_missing(missing.reason, policy)

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 from coordinator.routing.router import Worker
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from coordinator.context import RequestContext
 
 
@@ -20,8 +22,8 @@ class GatewayRouter:
     def serves(self, ctx: RequestContext) -> bool:
         return True
 
-    def pick(self, ctx: RequestContext) -> Worker:
-        return self._worker
+    def pick(self, ctx: RequestContext, tried: Sequence[Worker] = ()) -> Worker:
+        return self._worker  # the picker behind it chooses anew
 
     def known(self) -> tuple[Worker, ...]:
         return (self._worker,)

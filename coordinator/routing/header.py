@@ -1,7 +1,7 @@
 """The worker that a request header names (sidecar mode), inside an allow-list.
 
-A router in front of the sidecar picks the worker and writes ``host:port`` into the header; it may list several, of
-which the first is taken. Without the header there is no such leg.
+A router in front of the sidecar picks the worker and writes ``host:port`` into the header; it may list several, which
+are tried in their order. Without the header there is no such leg.
 
 Source: llm-d ``pkg/sidecar`` (``x-prefiller-host-port``, ``--enable-ssrf-protection``).
 """
@@ -43,28 +43,37 @@ class HeaderRouter:
         self._workers: OrderedDict[str, Worker] = OrderedDict()
 
     def serves(self, ctx: RequestContext) -> bool:
-        url = self._named(ctx)
-        return url is not None and url not in self._never
+        named = self._named(ctx)
+        return bool(named) and named[0] not in self._never
 
-    def pick(self, ctx: RequestContext) -> Worker:
-        url = self._named(ctx)
-        if url is None:
+    def pick(self, ctx: RequestContext, tried: Sequence[Worker] = ()) -> Worker | None:
+        named = self._named(ctx)
+        if not named:
             raise BadRequest(f"the request needs the header {self._header}: host:port of a worker")
+        url = next((url for url in named if all(worker.url != url for worker in tried)), None)
+        return None if url is None else self._worker(url)
+
+    def known(self) -> tuple[Worker, ...]:
+        return ()
+
+    def _worker(self, url: str) -> Worker:
         worker = self._workers.setdefault(url, Worker(url))
         self._workers.move_to_end(url)
         if len(self._workers) > _REMEMBERED:
             self._workers.popitem(last=False)
         return worker
 
-    def known(self) -> tuple[Worker, ...]:
-        return ()
+    def _named(self, ctx: RequestContext) -> list[str]:
+        """Return the base URLs that the header names, each inside the allow-list."""
+        urls = []
+        for value in ctx.routing.get(self._header, "").split(","):
+            if name := value.strip():
+                urls.append(self._url(name))
+        return urls
 
-    def _named(self, ctx: RequestContext) -> str | None:
-        value = ctx.routing.get(self._header, "").split(",")[0].strip()
-        if not value:
-            return None
+    def _url(self, name: str) -> str:
         try:
-            url = parse_base_url(value if "://" in value else f"http://{value}")
+            url = parse_base_url(name if "://" in name else f"http://{name}")
         except ValueError:
             raise BadRequest(f"{self._header} must be host:port of a worker", param=self._header) from None
         self._check(url)

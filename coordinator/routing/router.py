@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from coordinator.context import Headers, RequestContext
 
 
@@ -30,8 +32,8 @@ class Router(Protocol):
     def serves(self, ctx: RequestContext) -> bool:
         """Say whether this request has a worker of the role; False leaves the role's leg out."""
 
-    def pick(self, ctx: RequestContext) -> Worker:
-        """Return the worker for one leg of this request."""
+    def pick(self, ctx: RequestContext, tried: Sequence[Worker] = ()) -> Worker | None:
+        """Return the worker for one leg of this request; None when those that were tried are all there are."""
 
     def known(self) -> tuple[Worker, ...]:
         """Return the workers that can be asked for their health, which may be none."""

@@ -41,9 +41,10 @@ class StaticRouter:
     def serves(self, ctx: RequestContext) -> bool:
         return True
 
-    def pick(self, ctx: RequestContext) -> Worker:
+    def pick(self, ctx: RequestContext, tried: Sequence[Worker] = ()) -> Worker | None:
         self._turn += 1
-        return self._choose(self._workers, self._turn)
+        left = [worker for worker in self._workers if worker not in tried] if tried else self._workers
+        return self._choose(left, self._turn) if left else None
 
     def known(self) -> tuple[Worker, ...]:
         return self._workers

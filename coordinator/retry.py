@@ -1,0 +1,64 @@
+"""When a failed leg is sent again: to whom, how soon, and how often before retrying does more harm than good.
+
+A leg is tried again only while nothing of its answer has reached the client, on a worker that has not been tried, and
+only after failures of the worker's side: no connection, a connection that broke, or 502, 503 and 504.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from coordinator.step import Leg
+    from envelope.errors import LegError
+
+_FIRST_WAIT_S = 0.025
+_LONGEST_WAIT_S = 1.0
+
+
+class RetryBudget:
+    """Bounds retries to a share of all legs, so that an outage is not made worse by asking everybody twice.
+
+    Args:
+        share: retries that each leg pays for.
+        reserve: retries that are there before any leg was sent, and the most that are ever saved up.
+
+    Source: the retry budgets of Finagle and Envoy.
+    """
+
+    def __init__(self, share: float = 0.2, reserve: float = 10.0) -> None:
+        self._share = share
+        self._reserve = reserve
+        self._left = reserve
+
+    def deposit(self) -> None:
+        """Note that a leg is sent for the first time."""
+        self._left = min(self._reserve, self._left + self._share)
+
+    def withdraw(self) -> bool:
+        """Take one retry; False when there is none left."""
+        if self._left < 1.0:
+            return False
+        self._left -= 1.0
+        return True
+
+
+def may_repeat(leg: Leg, error: LegError, attempts: int) -> bool:
+    """Say whether this very leg may be sent to another worker.
+
+    Args:
+        attempts: how often it has been sent.
+    """
+    if not error.retryable or attempts >= leg.limits.attempts:
+        return False
+    # Blocks that a first reader may have fetched are no longer its prompt's: a second would get wrong text.
+    return not (leg.single_use and error.reached)
+
+
+def wait_s(attempts: int) -> float:
+    """Return how long to wait before the next attempt: nothing at first, then longer, never in step with others."""
+    if attempts < 2:
+        return 0.0
+    longest = min(_LONGEST_WAIT_S, _FIRST_WAIT_S * 2.0 ** (attempts - 1))
+    return random.uniform(longest / 2, longest)
