@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from envelope import responses
 from envelope.errors import BadRequest
 from envelope.formats import Format
-from envelope.sampling import OUTPUT_CAPS
+from envelope.sampling import OUTPUT_CAPS, output_cap
 
 if TYPE_CHECKING:
     from envelope.json_codec import Json
@@ -35,9 +35,13 @@ def check(api: Format, body: Any) -> Json:
     _check_salt(body)
     if api is Format.GENERATE:
         _check_generate(body)
-        _check_generation(body["sampling_params"], ("max_tokens",), where="sampling_params.")
+        params = body["sampling_params"]
+        _check_counts(params, ("max_tokens",), where="sampling_params.")
+        _check_minimum(params, params.get("max_tokens"), where="sampling_params.")
     else:
-        _check_generation(body, OUTPUT_CAPS[api])
+        # An echo may be all that is asked for: the prompt's own logprobs, say.
+        _check_counts(body, OUTPUT_CAPS[api], least=0 if api is Format.COMPLETIONS and body.get("echo") else 1)
+        _check_minimum(body, output_cap(api, body))
     if api is Format.CHAT:
         _check_chat(body)
     if api is Format.COMPLETIONS:
@@ -96,12 +100,14 @@ def _check_flag(body: Json, name: str) -> None:
         raise BadRequest(f"{name} must be true or false, not {_shown(body[name])}", param=name)
 
 
-def _check_generation(source: Json, caps: tuple[str, ...], where: str = "") -> None:
+def _check_counts(source: Json, caps: tuple[str, ...], where: str = "", least: int = 1) -> None:
     for name in caps:
-        _check_count(source, name, where, least=1)
+        _check_count(source, name, where, least=least)
     _check_count(source, "n", where, least=1)
     _check_count(source, "min_tokens", where, least=0)
-    cap = next((source[name] for name in caps if source.get(name) is not None), None)
+
+
+def _check_minimum(source: Json, cap: Any, where: str = "") -> None:
     if cap is not None and (source.get("min_tokens") or 0) > cap:
         raise BadRequest(
             f"{where}min_tokens is {source['min_tokens']}, above the output cap of {cap}; lower it or raise the cap",

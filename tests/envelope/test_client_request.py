@@ -119,6 +119,14 @@ def test_a_cap_is_an_integer_from_1(api: Format, cap: str, value: Any, shown: st
     assert refusal(api, body_of(api, **{cap: value})) == (f"{cap} must be an integer of at least 1, not {shown}", cap)
 
 
+def test_an_echo_may_be_all_that_is_asked_for() -> None:
+    """vLLM answers such a request with the prompt alone: harnesses score texts this way."""
+    assert check(COMPLETIONS, body_of(COMPLETIONS, max_tokens=0, echo=True, logprobs=1))
+    assert refusal(COMPLETIONS, body_of(COMPLETIONS, max_tokens=0, echo=False))[1] == "max_tokens"
+    assert refusal(COMPLETIONS, body_of(COMPLETIONS, max_tokens=-1, echo=True))[1] == "max_tokens"
+    assert refusal(CHAT, body_of(CHAT, max_tokens=0, echo=True))[1] == "max_tokens"
+
+
 @pytest.mark.parametrize("api", Format)
 @pytest.mark.parametrize("value", [None, 1, 16, 2.0, 2**63 - 1])
 def test_a_cap_that_can_be_meant_passes(api: Format, value: Any) -> None:
@@ -152,6 +160,8 @@ MINIMA = [
     (CHAT, {"max_completion_tokens": 3, "max_tokens": 20}, 9, 3),
     (CHAT, {"max_completion_tokens": None, "max_tokens": 3}, 9, 3),
     (COMPLETIONS, {"max_tokens": 3}, 9, 3),
+    (COMPLETIONS, {}, 17, 16),
+    (COMPLETIONS, {"max_tokens": None}, 17, 16),
     (RESPONSES, {"max_output_tokens": 3}, 9, 3),
     (MESSAGES, {"max_tokens": 3}, 9, 3),
     (GENERATE, {"sampling_params.max_tokens": 3}, 9, 3),
