@@ -17,13 +17,14 @@ JSONDecodeError = json.JSONDecodeError  # orjson's own error is a subclass
 
 _BEYOND_64_BITS = float(2**63)
 _SHORT_LIST = 64
+_MAX_DEPTH = 250  # orjson writes 254 levels, and a leg may hold a client's object a little deeper
 
 
 def loads(raw: bytes | bytearray | memoryview | str) -> Any:
     """Parse a JSON text; integers stay integers, whatever their size.
 
     Raises:
-        JSONDecodeError: not JSON, not UTF-8, or nested deeper than 1,024 levels.
+        JSONDecodeError: not JSON, not UTF-8, or nested deeper than 250 levels.
     """
     value = orjson.loads(raw)
     if not _has_huge_float(value):
@@ -62,18 +63,25 @@ def _has_huge_float(value: Any) -> bool:
 
     Long flat lists (token ids) are looked at by their first item only: walking them would cost more than
     parsing them.
+
+    Raises:
+        JSONDecodeError: nested too deeply to be written again.
     """
-    stack = [value]
-    while stack:
-        node = stack.pop()
-        if isinstance(node, dict):
-            stack.extend(node.values())
-        elif isinstance(node, list):
-            if len(node) <= _SHORT_LIST or isinstance(node[0], (dict, list)):
-                stack.extend(node)
-        elif isinstance(node, float) and not -_BEYOND_64_BITS < node < _BEYOND_64_BITS:
-            return True
-    return False
+    found, level, depth = False, [value], 0
+    while level:
+        if depth > _MAX_DEPTH:
+            raise JSONDecodeError(f"nested too deeply, more than {_MAX_DEPTH} levels", "", 0)
+        below: list[Any] = []
+        for node in level:
+            if isinstance(node, dict):
+                below.extend(node.values())
+            elif isinstance(node, list):
+                if len(node) <= _SHORT_LIST or isinstance(node[0], (dict, list)):
+                    below.extend(node)
+            elif isinstance(node, float) and not -_BEYOND_64_BITS < node < _BEYOND_64_BITS:
+                found = True
+        level, depth = below, depth + 1
+    return found
 
 
 def _finite(value: Any) -> Any:
