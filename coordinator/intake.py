@@ -63,16 +63,20 @@ class Intake:
                         raise self._too_large()
                     parts.append(part)
         except TimeoutError:
-            raise ReadTimeout(f"the request body did not arrive within {self._read_timeout_s:g} s") from None
+            raise ReadTimeout(
+                f"the request body did not arrive within {self._read_timeout_s:g} s", headers=_CLOSE
+            ) from None
         except (HttpProcessingError, web.RequestPayloadError, aiohttp.ClientPayloadError):
-            raise BadRequest("the request body is broken: its encoding or its framing is wrong") from None
+            raise BadRequest(
+                "the request body is broken: its encoding or its framing is wrong", headers=_CLOSE
+            ) from None
         return b"".join(parts)
 
     def _too_large(self) -> TooLarge:
         return TooLarge(f"the request body is larger than {self._max_body_bytes // 2**20} MB", headers=_CLOSE)
 
 
-# The rest of the body is not read, so the connection cannot be used again.
+# The rest of the body is not read, or cannot be told from the next request: the connection cannot be used again.
 _CLOSE = {"Connection": "close"}
 
 

@@ -207,6 +207,8 @@ async def refuse(
     """
     headers = {"Content-Type": "application/json", "X-Request-Id": request_id, **error.headers}
     response = web.Response(status=error.status, body=error_body(api, error, request_id), headers=headers)
+    if "Connection" in error.headers:
+        response.force_close()  # the header alone is sent, and the connection kept
     await write_whole(request, response, manner)
     return response
 
