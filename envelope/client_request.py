@@ -15,12 +15,17 @@ from envelope.formats import Format
 from envelope.sampling import OUTPUT_CAPS, output_cap
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from envelope.json_codec import Json
 
 _INT64 = 2**63
 _SALT_LENGTH = 128
 _SALT_REFUSED = "@/\\\0"
-_MEDIA_PARTS = ("image_url", "input_audio", "audio_url", "video_url", "image", "audio", "video", "image_pil")
+_MEDIA_PARTS = frozenset(
+    ("image_url", "input_audio", "audio_url", "video_url", "image", "audio", "video", "image_pil")
+    + ("input_image", "input_file", "file", "document")
+)
 
 
 def check(api: Format, body: Any) -> Json:
@@ -77,10 +82,8 @@ def has_media(body: Json) -> bool:
 
 def first_media(body: Json) -> str | None:
     """Return the path of the first media part, such as ``messages[0].content[1] (image_url)``, or None."""
-    for i, part_type in _parts(body):
-        if part_type in _MEDIA_PARTS or part_type in ("input_image", "input_file", "file", "document"):
-            return f"{i} ({part_type})"
-    return None
+    found = (f"{path} ({kind})" for path, kind in _parts(body) if kind in _MEDIA_PARTS)
+    return next(found, None)
 
 
 def choices(api: Format, body: Json) -> int:
@@ -175,17 +178,25 @@ def _check_token_ids(ids: list[Any], name: str) -> None:
         raise BadRequest(f"{name} must hold token ids: integers of at least 0, and nothing else", param=name)
 
 
-def _parts(body: Json) -> list[tuple[str, str]]:
-    """List the typed content parts of a body as (path, type)."""
-    found: list[tuple[str, str]] = []
+def _parts(body: Json) -> Iterator[tuple[str, str]]:
+    """Yield the typed content parts of a body as (path, type)."""
     for key in ("messages", "input"):
-        messages = body.get(key)
-        for i, message in enumerate(messages if isinstance(messages, list) else ()):
-            content = message.get("content") if isinstance(message, dict) else None
-            for j, part in enumerate(content if isinstance(content, list) else ()):
-                if isinstance(part, dict) and isinstance(part.get("type"), str):
-                    found.append((f"{key}[{i}].content[{j}]", part["type"]))
-    return found
+        for i, message in _objects(body.get(key)):
+            yield from _parts_below(f"{key}[{i}]", message)
+
+
+def _parts_below(path: str, item: Json) -> Iterator[tuple[str, str]]:
+    """Yield the parts of a message, and those that a tool's result holds: in content, or output on responses."""
+    for key in ("content", "output"):
+        for j, part in _objects(item.get(key)):
+            inner = f"{path}.{key}[{j}]"
+            if isinstance(part.get("type"), str):
+                yield inner, part["type"]
+            yield from _parts_below(inner, part)
+
+
+def _objects(items: Any) -> Iterator[tuple[int, Json]]:
+    return ((i, item) for i, item in enumerate(items if isinstance(items, list) else ()) if isinstance(item, dict))
 
 
 def _shown(value: Any) -> str:

@@ -336,6 +336,13 @@ MEDIA = {
     "a file": ({"messages": parts("file")}, "messages[0].content[0] (file)"),
     "responses' image": ({"input": parts("input_text", "input_image")}, "input[0].content[1] (input_image)"),
     "responses' file": ({"input": parts("input_file")}, "input[0].content[0] (input_file)"),
+    "in a tool's result": (
+        {"messages": [*HI, {"role": "user", "content": [{"type": "tool_result", "content": [{"type": "image"}]}]}]},
+        "messages[1].content[0].content[0] (image)"),
+    "in a call's output": (
+        {"input": [{"type": "function_call_output", "output": parts("input_image")[0]["content"]}]},
+        "input[0].output[0] (input_image)"),
+    "a call's output as text": ({"input": [{"type": "function_call_output", "output": "input_image"}]}, None),
     "the first of several": ({"messages": parts("image_url", "video_url")}, "messages[0].content[0] (image_url)"),
     "no messages": ({"prompt": "hi"}, None),
     "input as text": ({"input": "image_url"}, None),
@@ -349,6 +356,13 @@ MEDIA = {
 def test_media_is_found_and_named_by_its_place(pure: Callable[..., Any], body: dict[str, Any], found: Any) -> None:
     assert pure(first_media, body) == found
     assert pure(has_media, body) is (found is not None)
+
+
+def test_as_deep_as_json_is_read_nothing_overflows() -> None:
+    part: dict[str, Any] = {"type": "image"}
+    for _ in range(510):
+        part = {"content": [part]}
+    assert has_media({"messages": [part]})
 
 
 @pytest.mark.parametrize("value", [None, 1, 3])
