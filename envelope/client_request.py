@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from envelope import responses
 from envelope.errors import BadRequest
 from envelope.formats import Format
+from envelope.json_codec import dumps
 from envelope.sampling import OUTPUT_CAPS, output_cap
 
 if TYPE_CHECKING:
@@ -200,5 +201,5 @@ def _objects(items: Any) -> Iterator[tuple[int, Json]]:
 
 
 def _shown(value: Any) -> str:
-    text = repr(value) if not isinstance(value, str) else f'"{value}"'
+    text = dumps(value).decode()
     return text if len(text) <= 60 else text[:57] + "..."

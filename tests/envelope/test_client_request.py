@@ -109,8 +109,8 @@ def test_a_cache_salt_that_a_worker_takes_passes(salt: Any) -> None:
     assert check(CHAT, body_of(CHAT, cache_salt=salt))["cache_salt"] == salt
 
 
-NO_COUNTS = [(0, "0"), (-1, "-1"), (2.5, "2.5"), ("5", '"5"'), ([1], "[1]"), (1e300, "1e+300"),
-             (2**63, str(2**63)), (10**30, str(10**30)), (["x" * 99], "['" + "x" * 55 + "...")]  # fmt: skip
+NO_COUNTS = [(0, "0"), (-1, "-1"), (2.5, "2.5"), ("5", '"5"'), ([1], "[1]"), (1e300, "1e+300"), (True, "true"),
+             (2**63, str(2**63)), (10**30, str(10**30)), (["x" * 99], '["' + "x" * 55 + "...")]  # fmt: skip
 
 
 @pytest.mark.parametrize(("value", "shown"), NO_COUNTS, ids=lambda value: str(value)[:20])
@@ -289,7 +289,7 @@ def test_a_generate_body_has_sampling_params(params: Any) -> None:
     )
 
 
-@pytest.mark.parametrize(("mode", "shown"), [("html", '"html"'), ("", '""'), (7, "7"), (["text"], "['text']")])
+@pytest.mark.parametrize(("mode", "shown"), [("html", '"html"'), ("", '""'), (7, "7"), (["text"], '["text"]')])
 def test_an_output_mode_that_there_is_not_is_refused(mode: Any, shown: str) -> None:
     assert refusal(GENERATE, body_of(GENERATE, output_mode=mode)) == (
         f"output_mode must be tokens, text or derender, not {shown}",
