@@ -35,6 +35,7 @@ class Received:
     raw: bytes
     body: Any
     at: float
+    query: str = ""
 
     def header(self, name: str) -> str | None:
         return next((value for key, value in self.headers if key.lower() == name.lower()), None)

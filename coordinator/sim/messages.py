@@ -14,7 +14,7 @@ from coordinator.sim.answers import Answer, Call, Frame, Stream, Whole
 from coordinator.sim.chat_run import Run, prepared_run
 from coordinator.sim.engine import Output
 from coordinator.sim.parsers import parse
-from coordinator.sim.refusals import Refusal, failed
+from coordinator.sim.refusals import SCHEMA, Refusal, failed
 from coordinator.sim.stream_parser import StreamParser
 
 if TYPE_CHECKING:
@@ -28,10 +28,9 @@ _ERROR_TYPES = {400: "invalid_request_error", 403: "permission_error", 404: "not
 
 
 async def messages(core: Core, call: Call) -> Answer:
-    """Answer; refusals come in Anthropic's shape, except those of the schema.
-
+    """
     Raises:
-        Refusal: the schema's.
+        Refusal: in a stream, only what is checked before the stream is opened.
     """
     try:
         if core.settings.tokens_only:
@@ -41,14 +40,17 @@ async def messages(core: Core, call: Call) -> Answer:
             return Stream(_frames(run))
         return Whole(await _whole(run))
     except Refusal as refusal:
-        if refusal.type == "Bad Request":
+        if refusal.type == SCHEMA:
             raise
-        return Whole(error_body(refusal), refusal.status)
+        raise AnthropicRefusal(refusal.message, type=refusal.type, status=refusal.status) from refusal
 
 
-def error_body(refusal: Refusal) -> dict[str, Any]:
-    kind = _ERROR_TYPES.get(refusal.status, "api_error")
-    return {"type": "error", "error": {"type": kind, "message": refusal.message}}
+class AnthropicRefusal(Refusal):
+    """A refusal in Anthropic's shape."""
+
+    def body(self) -> dict[str, Any]:
+        kind = _ERROR_TYPES.get(self.status, "api_error")
+        return {"type": "error", "error": {"type": kind, "message": self.message}}
 
 
 async def _whole(run: Run) -> dict[str, Any]:
@@ -106,7 +108,7 @@ async def _frames(run: Run) -> AsyncGenerator[Frame, None]:
             for event in blocks.feed(delta):
                 yield _frame(event)
     except Refusal as refusal:
-        yield Frame(error_body(refusal), event="error")
+        yield Frame(AnthropicRefusal(refusal.message, status=refusal.status).body(), event="error")
         return
     for event in blocks.close():
         yield _frame(event)

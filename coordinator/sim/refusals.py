@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+SCHEMA = "Bad Request"  # the type of what FastAPI and pydantic refuse
+
 
 class Refusal(Exception):
     """An answer other than 200.

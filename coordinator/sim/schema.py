@@ -12,7 +12,7 @@ import json
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from coordinator.sim.refusals import Refusal
+from coordinator.sim.refusals import SCHEMA, Refusal
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -44,7 +44,7 @@ class Schema:
             return
         count = f"{len(self.errors)} validation error{'s' if len(self.errors) > 1 else ''}"
         lines = "\n".join(f"  {error}" for _, error in self.errors)
-        raise Refusal(f"{count}:\n{lines}", type="Bad Request", param=self.errors[0][0])
+        raise Refusal(f"{count}:\n{lines}", type=SCHEMA, param=self.errors[0][0])
 
     def required(self, *names: str) -> None:
         for name in names:
@@ -125,9 +125,7 @@ def parse_object(raw: bytes, content_type: str) -> dict[str, Any]:
         Refusal: another content type, no JSON, or no object.
     """
     if content_type.partition(";")[0].strip().lower() != "application/json":
-        raise Refusal(
-            "1 validation error:\n  Unsupported Media Type: Only 'application/json' is allowed", type="Bad Request"
-        )
+        raise Refusal("1 validation error:\n  Unsupported Media Type: Only 'application/json' is allowed", type=SCHEMA)
     schema = Schema({})
     try:
         body = json.loads(raw)

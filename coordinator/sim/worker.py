@@ -15,7 +15,7 @@ from coordinator.sim.answers import Answer, Call, Received, Whole
 from coordinator.sim.core import Core
 from coordinator.sim.faults import Behaviour, Fault
 from coordinator.sim.handover import HandoverStore
-from coordinator.sim.refusals import Refusal, scale_out_off
+from coordinator.sim.refusals import SCHEMA, Refusal, scale_out_off
 from coordinator.sim.schema import parse_object
 from coordinator.sim.settings import Settings
 from coordinator.sim.writer import Reset, misbehave_early, write
@@ -52,6 +52,7 @@ _PROMPT_FIELDS = ("token_ids", "messages", "prompt", "input", "system", "tools")
 
 # How many requests a worker remembers; a demo may run for days.
 _KEPT = 10_000
+_MAX_HEAD_BYTES = 1 << 16  # as uvicorn
 
 
 class SimWorker:
@@ -115,7 +116,14 @@ class SimWorker:
         app.router.add_route("*", "/{path:.*}", self._handle)
         app.on_response_prepare.append(self._add_headers)
         # Cancelling a handler is how a client that went away is noticed, also before the first byte.
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
+        self._runner = web.AppRunner(
+            app,
+            handler_cancellation=True,
+            access_log=None,
+            shutdown_timeout=0.1,
+            max_line_size=_MAX_HEAD_BYTES,
+            max_field_size=_MAX_HEAD_BYTES,
+        )
         await self._runner.setup()
         await self.accept_connections()
 
@@ -135,10 +143,11 @@ class SimWorker:
                 connection.transport.close()
 
     async def accept_connections(self) -> None:
-        """Listen, again on the same port if there was one."""
+        """Listen, again on the same port if there was one; an engine that died is a new one."""
         assert self._runner is not None, "not started"
         self._site = web.TCPSite(self._runner, "127.0.0.1", self._port, reuse_address=True)
         await self._site.start()
+        self.core.dead = False
         self._port = self.core.port = self._runner.addresses[0][1]
 
     @property
@@ -210,17 +219,18 @@ class SimWorker:
         call = Call(received, body, itl_s=itl_s, tokens_per_step=self.behave.tokens_per_step)
         try:
             return await route(self.core, call)
-        except Refusal:
-            self._free_if_native(path, body)
+        except Refusal as refusal:
+            if path.startswith("/v1/") and refusal.type != SCHEMA:
+                self._free(body)
             raise
 
     def _abort(self, received: Received) -> Answer:
         try:
             body = json.loads(received.raw)
         except ValueError as error:
-            raise Refusal(f"JSON decode error: {error}", type="Bad Request") from error
+            raise Refusal(f"JSON decode error: {error}", type=SCHEMA) from error
         if "request_ids" not in body:
-            raise Refusal("Missing 'request_ids' in request body", type="Bad Request")
+            raise Refusal("Missing 'request_ids' in request body", type=SCHEMA)
         ids = body["request_ids"]
         self.core.abort([ids] if isinstance(ids, str) else ids)
         return Whole(None)
@@ -244,10 +254,10 @@ class SimWorker:
         self._seen.add(prompt)
         return False
 
-    def _free_if_native(self, path: str, body: dict[str, Any]) -> None:
-        """Tell the prefill to let go: the native routes do so when they refuse a decode leg, generate does not."""
+    def _free(self, body: dict[str, Any]) -> None:
+        """Tell the prefill to let go: the native routes do so when they refuse what they have read; generate not."""
         params = body.get("kv_transfer_params")
-        if path.startswith("/v1/") and isinstance(params, dict) and params.get("do_remote_prefill"):
+        if isinstance(params, dict) and params.get("do_remote_prefill"):
             self.store.free(params)
 
 
@@ -257,4 +267,4 @@ def _received(request: web.Request, raw: bytes) -> Received:
     except ValueError:
         body = None
     headers = tuple((name.decode("latin-1"), value.decode("latin-1")) for name, value in request.raw_headers)
-    return Received(request.method, request.path, headers, raw, body, time.monotonic())
+    return Received(request.method, request.path, headers, raw, body, time.monotonic(), request.query_string)

@@ -172,14 +172,24 @@ async def test_openai_streams_hand_over_on_the_finish_chunk(path: str, fleet: Si
     assert params[:-1] == [None] * (len(params) - 1)
 
 
-async def test_a_native_route_that_refuses_a_decode_leg_frees_the_blocks(fleet: SimFleet, client: Any) -> None:
+@pytest.mark.parametrize(
+    ("path", "body", "freed"),
+    [
+        ("/v1/chat/completions", {**CHAT, "temperature": 3}, True),
+        ("/v1/completions", {"prompt": "a", "temperature": 3}, True),
+        ("/v1/responses", {"input": "a", "temperature": 3}, True),
+        ("/v1/messages", {"messages": CHAT["messages"], "max_tokens": 3, "temperature": 3}, True),
+        ("/v1/chat/completions", {}, False),
+        (GENERATE, decode_body(None, cache_salt=""), False),
+    ],
+)
+async def test_a_native_route_that_refuses_what_it_has_read_frees_the_blocks(
+    path: str, body: dict[str, Any], freed: bool, fleet: SimFleet, client: Any
+) -> None:
     params = await handed_over(fleet, client)
-    body = {**CHAT, "temperature": 3, "kv_transfer_params": params}
-    assert (await client.post(fleet.decode, "/v1/chat/completions", body)).status == 400
-    assert fleet.store.freed == [params["remote_request_id"]]
-    params = await handed_over(fleet, client)
-    assert (await client.post(fleet.decode, GENERATE, decode_body(params, cache_salt=""))).status == 400
-    assert list(fleet.store.unread) == [params["remote_request_id"]]
+    assert (await client.post(fleet.decode, path, {**body, "kv_transfer_params": params})).status == 400
+    assert (fleet.store.freed == [params["remote_request_id"]]) is freed
+    assert (fleet.store.unread == {}) is freed
 
 
 @pytest.mark.parametrize(

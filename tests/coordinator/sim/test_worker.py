@@ -57,6 +57,13 @@ async def test_requests_are_kept_as_they_came(fleet: SimFleet, client: Any) -> N
     assert received.header("CONTENT-TYPE") == "application/json"
 
 
+async def test_headers_may_be_as_long_as_uvicorn_takes_them(fleet: SimFleet, client: Any) -> None:
+    long = "x" * 60_000
+    await client.post(fleet.decode, f"{GENERATE}?a=b", BODY, headers={"X-Long": long})
+    assert fleet.decode.received[0].header("x-long") == long
+    assert fleet.decode.received[0].query == "a=b"
+
+
 async def test_a_refused_request_is_kept_too(fleet: SimFleet, client: Any) -> None:
     await client.post(fleet.decode, GENERATE, b"{")
     assert fleet.decode.received[0].body is None
