@@ -86,10 +86,8 @@ class Exchange:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
+        self._stop_heart()
         if self._heart is not None:
-            self._heart.cancel()
             await asyncio.wait((self._heart,))
 
     async def send(self, answer: Answer) -> Result:
@@ -138,7 +136,7 @@ class Exchange:
             await pump(answer.source, shape, stream, first_content)
             result.error = shape.error
             if result.error is None:
-                await stream.write_eof()
+                await self._end(stream)
             else:
                 hang_up(self._request)  # the worker told of its failure; the end is broken all the same
         except ApiError as error:
@@ -153,9 +151,14 @@ class Exchange:
     async def _write_out(self, stream: web.StreamResponse, body: bytes) -> None:
         try:
             await stream.write(body)
-            await stream.write_eof()
+            await self._end(stream)
         except ConnectionError as error:
             raise ClientGone("the client left while it was being answered") from error
+
+    async def _end(self, stream: web.StreamResponse) -> None:
+        """Write the last chunk. A slow client makes this wait, and nothing may follow it meanwhile."""
+        self._stop_heart()
+        await stream.write_eof()
 
     async def _begin(self, headers: Headers = ()) -> web.StreamResponse:
         """Send the head of a stream, unless the heart has done it."""
@@ -183,12 +186,23 @@ class Exchange:
     def _start_heart(self, loop: asyncio.AbstractEventLoop) -> None:
         self._heart = loop.create_task(self._beat())  # owned: __aexit__ cancels and awaits it
 
+    def _stop_heart(self) -> None:
+        for owned in (self._timer, self._heart):
+            if owned is not None:
+                owned.cancel()
+
+    def _unsent(self) -> bool:
+        """Say whether the client has yet to take what was written; to it, that is no silence."""
+        transport = self._request.transport
+        return transport is not None and transport.get_write_buffer_size() > 0
+
     async def _beat(self) -> None:
         """Write a comment line whenever nothing has been written for a while; whole events are never interrupted."""
         try:
             stream, written = await self._begin(), -1
             while True:
-                if (size := self._request.writer.output_size) == written or written < 0:
+                size = self._request.writer.output_size
+                if written < 0 or (size == written and not self._unsent()):
                     await stream.write(_HEARTBEAT)
                     size = self._request.writer.output_size
                 written = size

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -142,6 +143,10 @@ class Live:
             pass
         return Got(self.status, self.headers, self.raw, self.whole)
 
+    async def pull(self, size: int) -> bytes:
+        """Return up to so many bytes as they are on the wire, with framing; ``b""`` once the connection is closed."""
+        return await self._reader.read(size)
+
     def cut(self) -> None:
         """Leave, without a word."""
         self._writer.transport.abort()
@@ -176,9 +181,19 @@ class Live:
 
 @asynccontextmanager
 async def exchange(
-    url: str, path: str, body: Any = None, *, headers: Sequence[tuple[str, str]] = (), method: str = "POST"
+    url: str,
+    path: str,
+    body: Any = None,
+    *,
+    headers: Sequence[tuple[str, str]] = (),
+    method: str = "POST",
+    window: int | None = None,
 ) -> AsyncIterator[Live]:
-    """Send one request and give its answer, as soon as there is a head; leaving the block closes the connection."""
+    """Send one request; leaving the block closes the connection.
+
+    Args:
+        window: take so many bytes at most before they are asked for; without it, everything is taken at once.
+    """
     raw = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
     host = url.removeprefix("http://")
     lines = [f"{method} {path} HTTP/1.1", f"Host: {host}", "Connection: close"]
@@ -186,9 +201,8 @@ async def exchange(
         own = {"Content-Type": "application/json", "Content-Length": str(len(raw))}
         lines += [f"{name}: {value}" for name, value in own.items() if name not in dict(headers)]
     lines += [f"{name}: {value}" for name, value in headers]
-    name, _, port = host.partition(":")
     async with asyncio.timeout(BOUND_S):
-        reader, writer = await asyncio.open_connection(name, int(port), limit=2**26)
+        reader, writer = await _connected(host, window)
         live = Live(reader, writer)
         try:
             writer.write("\r\n".join(lines).encode("latin-1") + b"\r\n\r\n" + raw)
@@ -197,16 +211,29 @@ async def exchange(
             await live.close()
 
 
+async def _connected(host: str, window: int | None) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    name, _, port = host.partition(":")
+    if window is None:
+        return await asyncio.open_connection(name, int(port), limit=2**26)
+    plug = socket.socket()
+    plug.setblocking(False)
+    plug.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, window)
+    await asyncio.get_running_loop().sock_connect(plug, (name, int(port)))
+    return await asyncio.open_connection(sock=plug, limit=window)
+
+
 class Running:
     """One coordinator that is listening.
 
     Attributes:
         url: without a trailing slash.
-        app: the application, for what has no route.
+        front: what answers the requests.
     """
 
-    def __init__(self, app: web.Application, config: Config, url: str) -> None:
-        self.app = app
+    def __init__(self, runner: Runner, app: web.Application, config: Config) -> None:
+        host, port, *_ = runner.addresses[0]
+        url = f"http://{host}:{port}"
+        self._runner = runner
         self.config = config
         self.url = url
         self.front = app[FRONT]
@@ -250,6 +277,12 @@ class Running:
     def in_flight(self) -> dict[str, int]:
         """Return what is being worked on: requests, and legs by worker."""
         return {name: count for name, count in {"requests": self.front.in_flight, **self._legs()}.items() if count}
+
+    def unsent(self) -> int:
+        """Return how many bytes wait in memory for clients to take them."""
+        assert self._runner.server is not None
+        transports = [protocol.transport for protocol in self._runner.server.connections]
+        return sum(transport.get_write_buffer_size() for transport in transports if transport is not None)
 
     def _legs(self) -> dict[str, int]:
         legs: dict[str, int] = {}
@@ -406,8 +439,7 @@ async def coordinator(
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
         await web.TCPSite(runner, "127.0.0.1", 0, backlog=2048).start()
-        host, port, *_ = runner.addresses[0]
-        running.append(Running(app, config, f"http://{host}:{port}"))
+        running.append(Running(runner, app, config))
         if ready:
             async with asyncio.timeout(BOUND_S):
                 await app[READINESS].until_ready()
