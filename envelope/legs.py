@@ -89,6 +89,9 @@ def one_token_openai(api: Format, body: Json) -> Json:
             leg[name] = 1
     if api in (Format.CHAT, Format.COMPLETIONS):
         leg["ignore_eos"] = True
+    thinking = leg.get("thinking")
+    if api is Format.MESSAGES and isinstance(thinking, dict) and thinking.get("type") == "enabled":
+        del leg["thinking"]  # its budget must lie below max_tokens; the prompt is the same without it
     return leg
 
 

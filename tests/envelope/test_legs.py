@@ -83,6 +83,22 @@ CAPPED: dict[str, tuple[Format, dict[str, Any], dict[str, Any], dict[str, Any]]]
 }  # fmt: skip
 
 
+THINKING = [
+    ({"type": "enabled", "budget_tokens": 1024}, {}),
+    ({"type": "disabled"}, {"thinking": {"type": "disabled"}}),
+    ({"type": "adaptive"}, {"thinking": {"type": "adaptive"}}),
+    (None, {"thinking": None}),
+]
+
+
+@pytest.mark.parametrize(("thinking", "sent"), THINKING)
+def test_a_thinking_budget_above_one_token_is_not_sent(pure: Callable[..., Any], thinking: Any, sent: Any) -> None:
+    """vLLM takes a budget only below max_tokens; the other kinds of thinking may shape the prompt, and stay."""
+    body = {"messages": HI, "max_tokens": 4096, "thinking": thinking}
+    assert pure(one_token_openai, MESSAGES, body) == {"messages": HI, "max_tokens": 1, "stream": False, **sent}
+    assert one_token_openai(CHAT, {**body, "thinking": {"type": "enabled"}})["thinking"] == {"type": "enabled"}
+
+
 @pytest.mark.parametrize("stream", [{}, {"stream": True}, {"stream": False}, {"stream": None}])
 @pytest.mark.parametrize(("api", "prompt", "caps", "capped"), CAPPED.values(), ids=CAPPED)
 def test_on_the_client_s_route_prefill_is_asked_for_one_token(
