@@ -13,6 +13,7 @@ from aiohttp.web_protocol import RequestHandler
 from prometheus_client import CollectorRegistry
 
 from coordinator import registry
+from coordinator.admission import Admission
 from coordinator.headers import request_id
 from coordinator.health import Readiness, RoleProbe
 from coordinator.intake import Intake
@@ -45,7 +46,10 @@ from steps.render import Render
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 
+    from coordinator.admission import Place
     from coordinator.config import Config, Pool
+    from coordinator.context import RequestContext
+    from coordinator.routing.router import Router
     from coordinator.step import Step
 
 FRONT = web.AppKey("front", Front)
@@ -68,6 +72,14 @@ def build(config: Config) -> web.Application:
     readiness = Readiness(probes(steps, upstream.links), config.server.readiness_interval)
     front = Front(
         apis=SERVED,
+        admission=Admission(
+            config.server.max_concurrency,
+            places(config, upstream.links),
+            queue_size=config.server.queue_size,
+            queue_timeout_s=config.server.queue_timeout or None,
+            events=metrics,
+            clock=time.monotonic,
+        ),
         pipeline=Pipeline(steps, upstream, metrics, time.monotonic),
         releaser=releaser,
         intake=Intake(megabytes_to_bytes(config.server.max_request_body_size), config.server.read_timeout or None),
@@ -151,9 +163,29 @@ def routing_headers(config: Config) -> list[str]:
     return [pool.header for pool in (config.pools.prefill, config.pools.decode) if pool and pool.header]
 
 
+def places(config: Config, links: Mapping[str, RoleLink]) -> dict[str, Place]:
+    """Return what a request takes a place of at each role whose pool has a limit: the pool, or the worker it names."""
+    found: dict[str, Place] = {}
+    for role, link in links.items():
+        pool: Pool | None = getattr(config.pools, role, None)
+        if pool is not None and pool.max_inflight:
+            found[role] = _place(role, link.router, pool.max_inflight)
+    return found
+
+
+def _place(role: str, router: Router, limit: int) -> Place:
+    def of(ctx: RequestContext) -> tuple[str, int] | None:
+        if known := router.known():
+            return role, limit * len(known)
+        worker = router.pick(ctx) if router.serves(ctx) else None
+        return None if worker is None else (f"{role} {worker.url}", limit)
+
+    return of
+
+
 def _pool_router(config: Config, pool: Pool) -> StaticRouter | HeaderRouter:
     if pool.endpoints is not None:
-        return StaticRouter(pool.endpoints, pool.policy)
+        return StaticRouter(pool.endpoints, pool.policy, pool.max_inflight)
     assert pool.header is not None and pool.allow is not None
     others = [other for other in (config.pools.prefill, config.pools.decode) if other not in (None, pool)]
     # A worker cannot hand its blocks to itself: named for both legs, it does both at once.

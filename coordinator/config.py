@@ -188,6 +188,15 @@ class Server(Section):
     max_header_size: Count = Field(
         32768, description="largest header field in bytes; routers in front may put long lists into one"
     )
+    max_concurrency: Whole = Field(
+        0, ge=0, description="requests that are worked on at a time, /v1/models aside; 0 is no limit"
+    )
+    queue_size: Whole = Field(
+        100, ge=0, description="requests that may wait for a place, here or at a role; one more is refused with 429"
+    )
+    queue_timeout: Duration = Field(
+        10.0, description="longest wait for a place, then the request is refused with 503; 0 is no limit"
+    )
     readiness_interval: PositiveDuration = Field(
         5.0, description="how often /readyz's answer is renewed by asking the workers' /health"
     )
@@ -235,7 +244,6 @@ class Pool(Section):
     later: ClassVar[Mapping[str, str]] = {
         "dns": "finding workers by DNS comes in a later release, list them in endpoints",
         "kubernetes": "finding workers by Kubernetes comes in a later release, list them in endpoints",
-        "max_inflight": "a limit per worker comes in a later release, take the key out",
         "api_key": "workers' API keys come in a later release, take the key out",
         "bootstrap_port": "connectors that need a bootstrap port come in a later release, take the key out",
     }
@@ -252,6 +260,12 @@ class Pool(Section):
     )
     policy: Policy = Field(
         "round_robin", description="how one of the endpoints is picked: round_robin or least_inflight"
+    )
+    max_inflight: Whole = Field(
+        0,
+        ge=0,
+        description="legs that one worker is given at a time; decode's place is kept from before prefill on, and a "
+        "request waits in server.queue_size for it; 0 is no limit",
     )
     max_idle_conns_per_host: Count = Field(100, description="keep-alive connections kept open per worker")
     idle_conn_timeout: Duration = Field(

@@ -9,6 +9,7 @@ slot                set by                  read by
 ``handover_sent``   upstream                release
 ``carried``         upstream                upstream (headers of later legs)
 ``failed``          upstream                upstream (workers to avoid when a leg is made again)
+``places``          server                  pipeline (gives prefill's back early)
 ``answer``          conditional-decode,     pipeline, respond
                     decode
 ``legs``            pipeline, respond       the access log and the metrics
@@ -48,6 +49,13 @@ class LiveStream(Protocol):
         """Return the next bytes; ``b""`` at the end."""
 
     async def aclose(self) -> None: ...
+
+
+class Places(Protocol):
+    """What a request was let in with; its owner is the server."""
+
+    def free(self, role: str) -> None:
+        """Give back the place at a role whose leg is over."""
 
 
 @dataclass(slots=True)
@@ -111,6 +119,7 @@ class RequestContext:
     handover_at: float = 0.0
     handover_sent: bool = False
     failed: list[Any] = field(default_factory=list)
+    places: Places | None = None
     carried: dict[str, str] = field(default_factory=dict)
     answer: Answer | None = None
     legs: list[LegTime] = field(default_factory=list)

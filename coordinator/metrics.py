@@ -32,7 +32,20 @@ class Metrics:
             registry=registry,
         )
         self.in_flight = Gauge(
-            "coordinator_requests_in_flight", "Requests being worked on.", ["route"], registry=registry
+            "coordinator_requests_in_flight",
+            "Requests whose answer is not yet whole, those in the queue included.",
+            ["route"],
+            registry=registry,
+        )
+        self.requests_queued = Gauge(
+            "coordinator_requests_queued", "Requests that wait for a place.", registry=registry
+        )
+        self.queue_seconds = Histogram(
+            "coordinator_queue_seconds",
+            "How long requests waited for a place, of those that had to: until let_in, timeout, or they left.",
+            ["outcome"],
+            buckets=_SECONDS,
+            registry=registry,
         )
         self.leg_seconds = Histogram(
             "coordinator_leg_seconds",
@@ -87,6 +100,12 @@ class Metrics:
             ["role"],
             registry=registry,
         )
+
+    def queued(self, change: int) -> None:
+        self.requests_queued.inc(change)
+
+    def waited(self, seconds: float, outcome: str) -> None:
+        self.queue_seconds.labels(outcome).observe(seconds)
 
     def handover_missing(self, reason: str, policy: str) -> None:
         self.handovers_missing.labels(reason, policy).inc()

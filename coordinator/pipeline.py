@@ -52,6 +52,8 @@ class Pipeline:
             await self._run(step, ctx)
             if ctx.answer is not None:
                 return
+            if step.type == "prefill" and ctx.places is not None:
+                ctx.places.free("prefill")  # decode takes far longer, and others can be computed meanwhile
         raise InternalError("the pipeline ended without an answer; its last step must be decode")
 
     async def _run(self, step: Step, ctx: RequestContext) -> None:

@@ -19,13 +19,14 @@ from coordinator.logs import access, log
 from coordinator.questions import COUNT_TOKENS_PATH
 from coordinator.respond import Exchange, refuse
 from envelope.client_request import check
-from envelope.errors import ApiError, ClientGone, InternalError, LegRejected, Unavailable, error_body
+from envelope.errors import ApiError, ClientGone, InternalError, LegRejected, Overloaded, Unavailable
 from envelope.formats import PATHS, Format
 from envelope.kv_transfer import without_transfer_params
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
+    from coordinator.admission import Admission, Permit
     from coordinator.context import Headers
     from coordinator.health import Readiness
     from coordinator.intake import Intake
@@ -55,6 +56,8 @@ class Outcome:
             self.word = "client_gone"
         elif isinstance(error, LegRejected):
             self.word = "rejected"
+        elif isinstance(error, Overloaded):
+            self.word = "overloaded"
         elif error.status < 500:
             self.word = "bad_request"
         else:
@@ -75,6 +78,7 @@ class Front:
         self,
         *,
         apis: Sequence[Format],
+        admission: Admission,
         pipeline: Pipeline,
         releaser: Releaser,
         intake: Intake,
@@ -87,6 +91,7 @@ class Front:
         clock: Callable[[], float],
     ) -> None:
         self._apis = tuple(apis)
+        self.admission = admission
         self._pipeline = pipeline
         self._releaser = releaser
         self._intake = intake
@@ -122,13 +127,13 @@ class Front:
     async def _answer(self, request: web.Request, api: Format) -> web.StreamResponse:
         begun, client_id = self._clock(), request_id(request.headers.get("X-Request-Id"))
         ctx: RequestContext | None = None
-        outcome = Outcome()
+        outcome, permit = Outcome(), self.admission.permit()
         self._enter(api)
         try:
-            if self.draining:
-                raise Unavailable("this coordinator is shutting down; ask again", headers=_DRAINING)
+            self._check_head(request)
+            await permit.begin()
             ctx = await self._read(request, api, client_id)
-            return await self._run(request, ctx, outcome)
+            return await self._run(request, ctx, permit, outcome)
         except asyncio.CancelledError:
             outcome.fail(ClientGone("the client left"))
             raise
@@ -139,14 +144,23 @@ class Front:
             outcome.fail(error)
             return await refuse(request, api, client_id, error, self._manner)
         finally:
-            if ctx is not None:
-                await ctx.aclose()
-                self._releaser.release(ctx)
-            self._leave(api)
-            self._record(api, client_id, ctx, outcome, self._clock() - begun)
+            try:
+                if ctx is not None:
+                    await ctx.aclose()
+                    self._releaser.release(ctx)
+            finally:
+                permit.release()
+                self._leave(api)
+                self._record(api, client_id, ctx, outcome, self._clock() - begun)
 
-    async def _run(self, request: web.Request, ctx: RequestContext, outcome: Outcome) -> web.StreamResponse:
-        async with Exchange(request, ctx, self._manner) as exchange:
+    async def _run(
+        self, request: web.Request, ctx: RequestContext, permit: Permit, outcome: Outcome
+    ) -> web.StreamResponse:
+        exchange = Exchange(request, ctx, self._manner)
+        # Before the heart may beat: a comment line would spend the status that a refusal needs.
+        await permit.reserve(ctx)
+        ctx.places = permit
+        async with exchange:
             try:
                 await self._pipeline.run(ctx)
                 assert ctx.answer is not None
@@ -174,6 +188,17 @@ class Front:
         if not self.in_flight:
             self.idle.set()
         self._metrics.in_flight.labels(api).dec()
+
+    def _check_head(self, request: web.Request) -> None:
+        """Refuse what can be refused by the head alone, and before any waiting.
+
+        Raises:
+            Unavailable; what ``_expect`` found.
+        """
+        if (refused := request.get("refused")) is not None:
+            raise refused
+        if self.draining:
+            raise Unavailable("this coordinator is shutting down; ask again", headers=_DRAINING)
 
     async def _read(self, request: web.Request, api: Format, client_id: str) -> RequestContext:
         routing = {name: value for name in self._routing_headers if (value := single(request, name)) is not None}
@@ -222,20 +247,17 @@ class Front:
         return fields
 
     async def _expect(self, request: web.Request) -> web.StreamResponse | None:
-        """Answer ``Expect: 100-continue``: refuse by the head alone, so that a body too large is never sent."""
+        """Answer ``Expect: 100-continue``, unless the head alone is refused: such a body is never sent."""
         if request.headers.get("Expect", "").lower() != "100-continue":
             return None  # RFC 9110, section 10.1.1: an expectation we do not know may be ignored
         try:
+            self._check_head(request)
             self._intake.check_head(request)
+            self.admission.refuse_if_full()
         except ApiError as error:
-            client_id = request_id(request.headers.get("X-Request-Id"))
-            response = web.Response(
-                status=error.status,
-                body=error_body(error, client_id),
-                headers={"Content-Type": "application/json", "X-Request-Id": client_id},
-            )
-            response.force_close()  # the client may send the body all the same
-            return response
+            error.headers = {**error.headers, "Connection": "close"}  # the client may send the body all the same
+            request["refused"] = error  # the handler tells of it, and counts it
+            return None
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         request.writer.output_size = 0  # the answer's head has not been sent yet
         return None
@@ -244,16 +266,23 @@ class Front:
         return await self._question(request, None, self._questions.models)
 
     async def _count_tokens(self, request: web.Request) -> web.StreamResponse:
+        permit = self.admission.permit()
+
         async def count(headers: Headers, client_id: str) -> bytes:
+            await permit.begin()
             return await self._questions.count_tokens(headers, client_id, await self._intake.read_json(request))
 
-        return await self._question(request, Format.MESSAGES, count)
+        try:
+            return await self._question(request, Format.MESSAGES, count)
+        finally:
+            permit.release()
 
     async def _question(
         self, request: web.Request, api: Format | None, ask: Callable[[Headers, str], Awaitable[bytes]]
     ) -> web.StreamResponse:
         client_id = request_id(request.headers.get("X-Request-Id"))
         try:
+            self._check_head(request)
             body = await ask(upstream_headers(header_pairs(request), self._drop), client_id)
         except ApiError as error:
             return await refuse(request, api, client_id, error, self._manner)

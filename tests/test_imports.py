@@ -54,7 +54,7 @@ class Row:
 
 ENVELOPE = family("envelope")
 CONTRACT = ("coordinator.step", "coordinator.context")
-PLAIN = ("headers", "pipeline", "metrics", "logs", "shapes", "verdict")
+PLAIN = ("admission", "headers", "pipeline", "metrics", "logs", "shapes", "verdict")
 CORE = (*CONTRACT, *(f"coordinator.{name}" for name in PLAIN))
 WIRED = ("release", "retry", "upstream", "call", "relay", "server", "intake", "respond", "health", "questions")
 IO = (*family("coordinator.routing"), *(f"coordinator.{name}" for name in WIRED))

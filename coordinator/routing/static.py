@@ -31,11 +31,17 @@ POLICIES: dict[str, Callable[[Sequence[Worker], int], Worker]] = {
 
 
 class StaticRouter:
-    """Workers from the file."""
+    """Workers from the file.
 
-    def __init__(self, endpoints: Sequence[str], policy: str) -> None:
+    Args:
+        max_inflight: legs that a worker is given at a time, 0 is no limit. ``admission`` lets no more requests in than
+            there is room for, so a worker gets one more only where the others have failed.
+    """
+
+    def __init__(self, endpoints: Sequence[str], policy: str, max_inflight: int = 0) -> None:
         self._workers = tuple(Worker(url) for url in endpoints)
         self._choose = POLICIES[policy]
+        self._max_inflight = max_inflight
         self._turn = -1
 
     def serves(self, ctx: RequestContext) -> bool:
@@ -43,7 +49,11 @@ class StaticRouter:
 
     def pick(self, ctx: RequestContext, tried: Sequence[Worker] = ()) -> Worker | None:
         self._turn += 1
-        left = [worker for worker in self._workers if worker not in tried] if tried else self._workers
+        left: Sequence[Worker] = self._workers
+        if tried:
+            left = [worker for worker in left if worker not in tried]
+        if self._max_inflight:
+            left = [worker for worker in left if worker.in_flight < self._max_inflight] or left
         return self._choose(left, self._turn) if left else None
 
     def known(self) -> tuple[Worker, ...]:
