@@ -87,7 +87,9 @@ def leg_headers(ctx: RequestContext, leg: Leg, worker: Worker, attempt: int = 0)
         *ctx.carried.items(),
     )
     ours = {name.lower() for name, _ in own}
-    return [*((name, value) for name, value in ctx.headers if name.lower() not in ours), *own]
+    kept = ((name.lower(), name, value) for name, value in ctx.headers)
+    spelled: dict[str, str] = {}  # repeated names must be spelled alike: aiohttp sends the last one of others alone
+    return [*((spelled.setdefault(low, name), value) for low, name, value in kept if low not in ours), *own]
 
 
 def request_id(sent: str | None) -> str:

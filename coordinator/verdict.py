@@ -37,7 +37,7 @@ def refusal(leg: Leg, status: int, headers: Mapping[str, str], raw: bytes) -> Le
         return retryable(LegFailed(leg.step, "the worker answered 502"))
     if not 400 <= status < 500:
         return LegFailed(leg.step, f"the worker answered {status}")
-    error = _error_object(raw)
+    error = _error_object(raw, status)
     if hint := _our_fault(leg, status, error):
         return LegFailed(leg.step, f"the worker answered {status} on {leg.path}; {hint}")
     return LegRejected(leg.step, status, error or _plain(leg, status), headers=retry)
@@ -74,7 +74,7 @@ def _our_fault(leg: Leg, status: int, error: dict[str, Any] | None) -> str | Non
     return None
 
 
-def _error_object(raw: bytes) -> dict[str, Any] | None:
+def _error_object(raw: bytes, status: int) -> dict[str, Any] | None:
     """Return the worker's ``error`` object, or None when the body has none."""
     try:
         body = loads_lenient(raw)
@@ -82,7 +82,7 @@ def _error_object(raw: bytes) -> dict[str, Any] | None:
         return None
     error = body.get("error") if isinstance(body, dict) else None
     if isinstance(error, str):
-        return {"message": error, "type": "AuthenticationError", "param": None, "code": None}
+        return {"message": error, "type": "AuthenticationError", "param": None, "code": status}
     return error if isinstance(error, dict) and error.get("message") is not None else None
 
 
