@@ -462,12 +462,14 @@ class Scripted:
         answers: one list of writes per request, in turn; the last one is said again and again.
         received: head and body of each request.
         connections: how many there have been.
+        written: bytes of answers that sockets have taken, but for what one write buffer holds.
     """
 
     answers: list[list[Any]]
     url: str = ""
     received: list[tuple[CIMultiDict[str], Any]] = field(default_factory=list)
     connections: int = 0
+    written: int = 0
     _tasks: dict[asyncio.Task[Any], asyncio.StreamReader] = field(default_factory=dict)
 
     CUT = "cut"
@@ -514,6 +516,7 @@ class Scripted:
             if isinstance(item, bytes):
                 writer.write(item)
                 await writer.drain()
+                self.written += len(item)
                 await asyncio.sleep(0)  # so that the next write is a read of its own
             elif isinstance(item, float):
                 await asyncio.sleep(item)
