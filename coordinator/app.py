@@ -190,7 +190,7 @@ def _pool_router(config: Config, pool: Pool) -> StaticRouter | HeaderRouter:
     others = [other for other in (config.pools.prefill, config.pools.decode) if other not in (None, pool)]
     # A worker cannot hand its blocks to itself: named for both legs, it does both at once.
     never = [url for other in others if other is not None for url in other.endpoints or ()]
-    return HeaderRouter(pool.header, pool.allow, never)
+    return HeaderRouter(pool.header, pool.allow, never, required=pool is config.pools.decode)
 
 
 def _workers(

@@ -37,6 +37,8 @@ class Pipeline:
         """
         for step in self.steps:
             step.admit(ctx)
+            if step.role is not None:
+                self._upstream.serves(ctx, step.role)
         try:
             await self._run_from(0, ctx)
         except LegError as error:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from envelope.formats import Format
     from envelope.json_codec import Json
     from envelope.kv_transfer import KvConnector
+    from envelope.media_types import Kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +65,55 @@ class Reply:
     body: Any
 
 
+@dataclass(frozen=True, slots=True)
+class FetchLimits:
+    """What a fetch of media may cost, and where it may go.
+
+    Attributes:
+        timeout_s: from the look-up of the name to the last byte, redirects included; None is no limit.
+        max_bytes: largest media.
+        allow_private: addresses in the private networks of RFC 1918 may be connected to.
+        allowed_hosts: lower-case names and addresses, the only hosts that may be asked; empty is any.
+        trust_env_proxy: go through the proxies that the environment names. They look names up, so it is their
+            rules that decide which addresses are reached.
+    """
+
+    timeout_s: float | None
+    max_bytes: int
+    allow_private: bool = False
+    allowed_hosts: frozenset[str] = frozenset()
+    trust_env_proxy: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """Media that was fetched; ``media_type`` is what its bytes begin like, and of the kind that was asked for."""
+
+    media_type: str
+    data: bytes
+
+
+class FetchFailed(Exception):
+    """A URL has no media that may be used. The text says why, for the client: no address, nothing of an answer."""
+
+
+class MediaFetcher(Protocol):
+    """The way to where clients say that media is."""
+
+    async def fetch(self, url: str, kind: Kind, limits: FetchLimits) -> Fetched:
+        """Fetch what an http(s) URL names; cancelling closes the connection.
+
+        Raises:
+            FetchFailed
+        """
+
+
 class Upstream(Protocol):
-    """The way to the workers. Every failure is one of ``envelope.errors``."""
+    """The way to the workers, and to media. Every failure of a worker is one of ``envelope.errors``."""
+
+    @property
+    def media(self) -> MediaFetcher:
+        """The way to where clients say that media is."""
 
     def serves(self, ctx: RequestContext, role: str) -> bool:
         """Say whether this request has a worker of that role.
@@ -74,6 +122,7 @@ class Upstream(Protocol):
 
         Raises:
             Forbidden: the named worker is outside the allow-list.
+            BadRequest: the name is no name, or there is none and the role cannot be left out.
         """
 
     async def post_json(self, ctx: RequestContext, leg: Leg, *, accept: tuple[int, ...] = ()) -> Reply:
@@ -138,6 +187,10 @@ class Step(Protocol):
     """One leg of the pipeline. ``run`` fills the step's own slots on the context, or raises an ApiError."""
 
     type: ClassVar[str]
+
+    @property
+    def role(self) -> str | None:
+        """Whose workers the step asks; None where it makes no leg. A class variable will do."""
 
     def admit(self, ctx: RequestContext) -> None:
         """Refuse what this step could not do; asked of every step before the first leg is made.

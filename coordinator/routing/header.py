@@ -34,22 +34,28 @@ class HeaderRouter:
         header: lower-case header name.
         allow: who may be named; anybody else is refused, since a header may come from outside.
         never: base URLs of the workers that do the next leg: naming one of them means "no leg of its own".
+        required: the role's leg cannot be left out, so every request must name a worker.
     """
 
-    def __init__(self, header: str, allow: Sequence[AllowEntry], never: Sequence[str] = ()) -> None:
+    def __init__(
+        self, header: str, allow: Sequence[AllowEntry], never: Sequence[str] = (), *, required: bool = False
+    ) -> None:
         self._header = header
         self._allow = tuple(allow)
         self._never = frozenset(never)
+        self._required = required
         self._workers: OrderedDict[str, Worker] = OrderedDict()
 
     def serves(self, ctx: RequestContext) -> bool:
         named = self._named(ctx)
+        if not named and self._required:
+            raise self._none_named()
         return bool(named) and named[0] not in self._never
 
     def pick(self, ctx: RequestContext, tried: Sequence[Worker] = ()) -> Worker | None:
         named = self._named(ctx)
         if not named:
-            raise BadRequest(f"the request needs the header {self._header}: host:port of a worker")
+            raise self._none_named()
         url = next((url for url in named if all(worker.url != url for worker in tried)), None)
         return None if url is None else self._worker(url)
 
@@ -62,6 +68,9 @@ class HeaderRouter:
         if len(self._workers) > _REMEMBERED:
             self._workers.popitem(last=False)
         return worker
+
+    def _none_named(self) -> BadRequest:
+        return BadRequest(f"the request needs the header {self._header}: host:port of a worker", param=self._header)
 
     def _named(self, ctx: RequestContext) -> list[str]:
         """Return the base URLs that the header names, each inside the allow-list."""
