@@ -142,7 +142,7 @@ class Front:
             return web.Response(status=gone.status)  # never written: the connection is closed
         except ApiError as error:
             outcome.fail(error)
-            return await refuse(request, api, client_id, error, self._manner)
+            return await self._refuse(request, api, client_id, error)
         finally:
             try:
                 if ctx is not None:
@@ -178,6 +178,13 @@ class Front:
                 result = outcome.result = await exchange.fail(fault)
         return result.response
 
+    async def _refuse(
+        self, request: web.Request, api: Format | None, client_id: str, error: ApiError
+    ) -> web.StreamResponse:
+        if _expects_100(request):  # the body may come or not, so the next request's head cannot be told from it
+            error.headers = {**error.headers, "Connection": "close"}
+        return await refuse(request, api, client_id, error, self._manner)
+
     def _enter(self, api: Format) -> None:
         self.in_flight += 1
         self.idle.clear()
@@ -193,10 +200,8 @@ class Front:
         """Refuse what can be refused by the head alone, and before any waiting.
 
         Raises:
-            Unavailable; what ``_expect`` found.
+            Unavailable
         """
-        if (refused := request.get("refused")) is not None:
-            raise refused
         if self.draining:
             raise Unavailable("this coordinator is shutting down; ask again", headers=_DRAINING)
 
@@ -248,16 +253,14 @@ class Front:
 
     async def _expect(self, request: web.Request) -> web.StreamResponse | None:
         """Answer ``Expect: 100-continue``, unless the head alone is refused: such a body is never sent."""
-        if request.headers.get("Expect", "").lower() != "100-continue":
+        if not _expects_100(request):
             return None  # RFC 9110, section 10.1.1: an expectation we do not know may be ignored
         try:
             self._check_head(request)
             self._intake.check_head(request)
             self.admission.refuse_if_full()
-        except ApiError as error:
-            error.headers = {**error.headers, "Connection": "close"}  # the client may send the body all the same
-            request["refused"] = error  # the handler tells of it, and counts it
-            return None
+        except ApiError:
+            return None  # the handler comes to the same end, tells of it, and counts it
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         request.writer.output_size = 0  # the answer's head has not been sent yet
         return None
@@ -285,7 +288,7 @@ class Front:
             self._check_head(request)
             body = await ask(upstream_headers(header_pairs(request), self._drop), client_id)
         except ApiError as error:
-            return await refuse(request, api, client_id, error, self._manner)
+            return await self._refuse(request, api, client_id, error)
         return web.Response(body=body, content_type="application/json", headers={"X-Request-Id": client_id})
 
     async def _healthz(self, request: web.Request) -> web.StreamResponse:
@@ -303,6 +306,10 @@ class Front:
 
 
 _DRAINING = {"Retry-After": "1", "Connection": "close"}
+
+
+def _expects_100(request: web.Request) -> bool:
+    return request.headers.get("Expect", "").lower() == "100-continue"
 
 
 def _count(usage: dict[str, object], *names: str) -> int:
