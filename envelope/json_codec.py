@@ -27,12 +27,9 @@ def loads(raw: bytes | bytearray | memoryview | str) -> Any:
         JSONDecodeError: not JSON, not UTF-8, or nested deeper than 250 levels.
     """
     value = orjson.loads(raw)
-    if not _has_huge_float(value):
-        return value
-    try:
+    if _has_huge_float(value):
         return json.loads(bytes(raw) if isinstance(raw, memoryview) else raw)
-    except RecursionError:  # its limit lies below orjson's
-        raise JSONDecodeError("nested too deeply for a number beyond 64 bits", "", 0) from None
+    return value
 
 
 def loads_lenient(raw: bytes) -> Any:
