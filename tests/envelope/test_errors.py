@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 # class name -> status, vLLM's name for the type, whose fault it is
 TREE = {
     "BadRequest": (400, "BadRequestError", "ClientError"),
+    "Unauthorized": (401, "AuthenticationError", "ClientError"),
     "Forbidden": (403, "PermissionDeniedError", "ClientError"),
     "UnknownPath": (404, "NotFoundError", "ClientError"),
     "MethodNotAllowed": (405, "MethodNotAllowedError", "ClientError"),
@@ -29,12 +30,14 @@ TREE = {
     "LegTimeout": (504, "GatewayTimeoutError", "LegError"),
     "NoWorker": (503, "ServiceUnavailableError", "LegError"),
     "NotSupported": (501, "NotImplementedError", "ApiError"),
+    "QueueFull": (429, "RateLimitError", "Overloaded"),
+    "QueueTimeout": (503, "ServiceUnavailableError", "Overloaded"),
     "Unavailable": (503, "ServiceUnavailableError", "ApiError"),
     "InternalError": (500, "InternalServerError", "ApiError"),
     "ClientGone": (499, "ClientClosedRequest", "ApiError"),
 }
 # Their status is their children's, or the worker's.
-BRANCHES = {"ClientError", "LegError", "LegRejected"}
+BRANCHES = {"ClientError", "LegError", "LegRejected", "Overloaded"}
 
 WORKER_ERROR = {"message": "too long", "type": "BadRequestError", "param": "messages", "code": 400}
 
