@@ -1,8 +1,11 @@
-"""What one request knows: frozen input, then one typed slot per leg's result.
+"""What one request knows: its input, which nobody changes, then one typed slot per leg's result.
 
 ==================  ======================  ==========================================
 slot                set by                  read by
 ==================  ======================  ==========================================
+``body``            server; another in its  every step, respond
+                    place by
+                    replace-media-urls
 ``rendered``        render                  conditional-decode, prefill, decode
 ``handover``        prefill                 decode, pipeline (to begin again), release
 ``handover_at``     prefill                 decode
@@ -94,7 +97,10 @@ class LegTime:
 
 @dataclass(slots=True)
 class RequestContext:
-    """One request. The first block is its input and is never changed.
+    """One request. The first block is its input: nothing in it is ever changed.
+
+    ``body`` alone may be replaced, as a whole and by replace-media-urls, before any other step has run: whoever
+    reads it then sees media in the place of URLs, and no second body could be sent by mistake.
 
     Attributes:
         request_id: the client's id, on the response and in logs.

@@ -13,24 +13,32 @@ from typing import TYPE_CHECKING, Any
 from coordinator.context import RequestContext
 from coordinator.headers import leg_headers, leg_id, upstream_headers
 from coordinator.pipeline import Pipeline
-from coordinator.step import Reply
+from coordinator.step import Fetched, Reply
 from envelope.client_request import check
 from envelope.errors import NoWorker
 from envelope.formats import PATHS, Format
 from envelope.generate import asked_mode
 from envelope.json_codec import dumps
 from envelope.kv_transfer import without_transfer_params
+from envelope.media_types import Kind
 from envelope.sampling import client_sampling
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from coordinator.context import Headers
-    from coordinator.step import Events, Leg, Step
+    from coordinator.step import Events, FetchLimits, Leg, Step
     from coordinator.upstream import RoleLink
     from envelope.json_codec import Json
 
 STAND_IN_TOKENS = [101, 102, 103]
+
+STAND_IN_TYPES = {
+    Kind.IMAGE: "image/png",
+    Kind.AUDIO: "audio/wav",
+    Kind.VIDEO: "video/mp4",
+    Kind.DOCUMENT: "application/pdf",
+}
 
 STAND_IN_HANDOVER: Json = {
     "do_remote_prefill": True,
@@ -69,6 +77,7 @@ class _Scribe:
     def __init__(self, links: Mapping[str, RoleLink]) -> None:
         self._links = links
         self.sent: list[SentLeg] = []
+        self.media = _NoFetcher(self.sent)
 
     def serves(self, ctx: RequestContext, role: str) -> bool:
         return self._links[role].router.serves(ctx)
@@ -91,6 +100,17 @@ class _Scribe:
         assert worker is not None, "nobody was tried yet"
         headers = (("Content-Type", "application/json"), *leg_headers(ctx, leg, worker))
         self.sent.append(SentLeg(leg.step, "POST", worker.url + leg.path, headers, leg.body))
+
+
+class _NoFetcher:
+    """Implements ``coordinator.step.MediaFetcher`` without a network."""
+
+    def __init__(self, sent: list[SentLeg]) -> None:
+        self._sent = sent
+
+    async def fetch(self, url: str, kind: Kind, limits: FetchLimits) -> Fetched:
+        self._sent.append(SentLeg("replace-media-urls", "GET", url, (), {}))
+        return Fetched(STAND_IN_TYPES[kind], b"<what is there>")
 
 
 class _Opened:

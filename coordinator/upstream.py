@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from coordinator.context import RequestContext
     from coordinator.metrics import Metrics
     from coordinator.routing.router import Router
-    from coordinator.step import Leg
+    from coordinator.step import Leg, MediaFetcher
 
 T = TypeVar("T")
 
@@ -57,10 +57,14 @@ class HttpUpstream:
     Args:
         links: by role.
         carry: response headers (lower case) that later legs of the same request repeat.
+        media: the way to media, which is opened and closed apart from this.
     """
 
-    def __init__(self, links: Mapping[str, RoleLink], carry: Sequence[str], metrics: Metrics) -> None:
+    def __init__(
+        self, links: Mapping[str, RoleLink], carry: Sequence[str], metrics: Metrics, media: MediaFetcher
+    ) -> None:
         self.links = links
+        self.media = media
         self._carry = tuple(carry)
         self._metrics = metrics
         self._budget = RetryBudget()

@@ -68,7 +68,8 @@ def _our_fault(leg: Leg, status: int, error: dict[str, Any] | None) -> str | Non
     if status == 403 and leg.path in _SCALE_OUT_PATHS:
         return _SCALE_OUT_HINT
     if status in (404, 405) and (error is None or error.get("type") != "NotFoundError"):
-        return f"it has no such route: is this the right server for {leg.role}? {_SCALE_OUT_HINT}"
+        asked = f"it has no such route: is this the right server for {leg.role}?"
+        return f"{asked} {_SCALE_OUT_HINT}" if leg.path in _SCALE_OUT_PATHS else asked
     if status == 412:
         return "only a conditional-decode step asks for that; does something between add Prefer: if-available?"
     return None
