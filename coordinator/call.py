@@ -34,6 +34,7 @@ class Call:
         self.worker = worker
         self.attempt = attempt
         self.connected = False  # a connection was had, so the worker may have got the request
+        self.stale = False  # the connection had been kept, and was dead before any byte of the answer
         self.response: aiohttp.ClientResponse = None  # type: ignore[assignment]  # set by HttpUpstream._open
         self.began = asyncio.get_running_loop().time()
         first = self.began if begun is None else begun

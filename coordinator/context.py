@@ -9,7 +9,8 @@ slot                set by                  read by
 ``rendered``        render                  conditional-decode, prefill, decode
 ``handover``        prefill                 decode, pipeline (to begin again), release
 ``handover_at``     prefill                 decode
-``handover_sent``   upstream                release
+``handover_fetched`` upstream               release
+``abandoned``       pipeline                release
 ``carried``         upstream                upstream (headers of later legs)
 ``failed``          upstream                upstream (workers to avoid when a leg is made again)
 ``places``          server                  pipeline (gives prefill's back early)
@@ -123,7 +124,8 @@ class RequestContext:
     rendered: Json | None = None
     handover: Mapping[str, Any] | None = None
     handover_at: float = 0.0
-    handover_sent: bool = False
+    handover_fetched: bool = False
+    abandoned: list[Mapping[str, Any]] = field(default_factory=list)
     failed: list[Any] = field(default_factory=list)
     places: Places | None = None
     carried: dict[str, str] = field(default_factory=dict)
@@ -133,7 +135,13 @@ class RequestContext:
     def begin_again(self, leg_id: str) -> None:
         """Forget what a failed attempt left: the next one starts at prefill, under an id of its own."""
         self.leg_id = leg_id
-        self.handover, self.handover_sent = None, False
+        self.abandoned = self.unfetched()
+        self.handover, self.handover_fetched = None, False
+
+    def unfetched(self) -> list[Mapping[str, Any]]:
+        """Return the hand-overs that no decode worker can have read."""
+        current = [] if self.handover is None or self.handover_fetched else [self.handover]
+        return [*self.abandoned, *current]
 
     async def aclose(self) -> None:
         """Give up whatever is still open on a worker."""

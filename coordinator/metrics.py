@@ -90,7 +90,7 @@ class Metrics:
         )
         self.handovers_released = Counter(
             "coordinator_handovers_released",
-            "Hand-overs whose client left before decode was asked, by what became of them.",
+            "Hand-overs that no decode worker took, by what became of them.",
             ["outcome"],
             registry=registry,
         )

@@ -20,11 +20,12 @@ from coordinator.retry import RetryBudget, may_repeat, wait_s
 from coordinator.routing.router import Worker
 from coordinator.step import Reply
 from coordinator.verdict import refusal
-from envelope.errors import LegError, LegFailed, NoWorker
+from envelope.errors import LegError, LegFailed, LegRejected, NoWorker
+from envelope.formats import PATHS, Format
 from envelope.json_codec import JSONDecodeError, dumps, loads_lenient
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping, Sequence
+    from collections.abc import Callable, Coroutine, Mapping, Sequence
 
     from coordinator.context import RequestContext
     from coordinator.metrics import Metrics
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from coordinator.step import Leg, MediaFetcher
 
 T = TypeVar("T")
+
+_LINGER_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,7 @@ class HttpUpstream:
         self._carry = tuple(carry)
         self._metrics = metrics
         self._budget = RetryBudget()
+        self._lingering: set[asyncio.Task[Any]] = set()
         self.sessions: dict[str, aiohttp.ClientSession] = {}
 
     async def start(self) -> None:
@@ -75,6 +79,8 @@ class HttpUpstream:
         self.sessions = {role: _session(link) for role, link in self.links.items()}
 
     async def close(self) -> None:
+        if self._lingering:
+            await asyncio.wait(self._lingering, timeout=2 * _LINGER_S)
         for session in self.sessions.values():
             await session.close()
 
@@ -128,29 +134,52 @@ class HttpUpstream:
 
         return await self._attempt(ctx, leg, once)
 
-    async def _attempt(self, ctx: RequestContext, leg: Leg, once: Callable[[Call], Awaitable[T]]) -> T:
+    async def _attempt(self, ctx: RequestContext, leg: Leg, once: Callable[[Call], Coroutine[Any, Any, T]]) -> T:
         """Send a leg to one worker after another, until one answers or trying on makes no sense."""
         router, tried = self.links[leg.role].router, list[Worker]()
         self._budget.deposit()
         begun = asyncio.get_running_loop().time()
         worker = router.pick(ctx, ctx.failed) or router.pick(ctx)
         while worker is not None:
+            refused = False
             call = Call(leg, worker, len(tried), begun)
             try:
-                return await once(call)
+                return await (self._linger(call, once(call)) if leg.single_use else once(call))
             except LegError as error:
+                refused = _refused_unread(leg, error)
                 tried.append(worker)
                 if error.retryable:
                     ctx.failed.append(worker)
                 worker = router.pick(ctx, [*tried, *ctx.failed])
-                error.elsewhere = worker is not None
+                error.elsewhere = worker is not None or call.stale
                 if worker is None or not may_repeat(leg, error, len(tried)) or not self._budget.withdraw():
                     raise
             finally:
-                ctx.handover_sent |= leg.single_use and call.connected
+                ctx.handover_fetched |= leg.single_use and call.connected and not refused
             self._metrics.retries.labels(leg.step).inc()
             await asyncio.sleep(wait_s(len(tried)))
         raise NoWorker(leg.step, f"there is no {leg.role} worker", headers={"Retry-After": "1"})
+
+    async def _linger(self, call: Call, leg: Coroutine[Any, Any, T]) -> T:
+        """Do a leg that takes a hand-over; when it is given up at once, hold its connection for a moment all the same.
+
+        vLLM never starts an unstreamed request whose connection closes right behind it, and the blocks that prefill
+        keeps for it then stay until their lease ends. Once started, it frees them when it is aborted.
+        """
+        task = asyncio.get_running_loop().create_task(leg)
+        self._lingering.add(task)  # owned: close() awaits what is left of it
+        task.add_done_callback(self._forget)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            loop = asyncio.get_running_loop()
+            loop.call_at(call.began + _LINGER_S, task.cancel)
+            raise
+
+    def _forget(self, task: asyncio.Task[Any]) -> None:
+        self._lingering.discard(task)
+        if not task.cancelled():
+            task.exception()  # whoever waited has seen it; nobody else will
 
     async def _open(self, ctx: RequestContext, call: Call) -> None:
         """Send the leg and read the head of its answer.
@@ -166,9 +195,12 @@ class HttpUpstream:
             try:
                 call.response = await self._post(call, headers, body, kept)
             except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
-                if not kept.reused or leg.single_use:
+                if not kept.reused:
                     raise
+                call.stale = True
                 self._metrics.stale_connections.labels(leg.role).inc()
+                if leg.single_use:
+                    raise  # it begins again at prefill instead
                 call.response = await self._post(call, headers, body, kept)
 
     async def _post(
@@ -210,6 +242,14 @@ class HttpUpstream:
         if limit is None:
             limit = self.links[call.leg.role].first_byte_s
         return earliest(call.began + limit if limit else None, call.ends_at)
+
+
+def _refused_unread(leg: Leg, error: LegError) -> bool:
+    """Say whether a worker refused a request and left its hand-over untouched.
+
+    The OpenAI routes tell prefill to free the blocks when they refuse; the generate route leaves them as they are.
+    """
+    return leg.path == PATHS[Format.GENERATE] and (isinstance(error, LegRejected) or not error.reached)
 
 
 class JsonPayload(BytesPayload):

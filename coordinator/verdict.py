@@ -30,7 +30,7 @@ def refusal(leg: Leg, status: int, headers: Mapping[str, str], raw: bytes) -> Le
     retry = {"Retry-After": headers["Retry-After"]} if "Retry-After" in headers else {}
     if status == 503:
         busy = LegBusy(leg.step, "the worker answered 503: it is overloaded or starting", headers=retry or _SOON)
-        return retryable(busy)
+        return retryable(busy, reached=not _queue_full(leg, raw))
     if status == 504:
         return retryable(LegTimeout(leg.step, "the worker answered 504"))
     if status == 502:
@@ -62,6 +62,15 @@ def retryable(error: LegError, *, reached: bool = True) -> LegError:
 
 
 _SOON = {"Retry-After": "1"}
+
+
+def _queue_full(leg: Leg, raw: bytes) -> bool:
+    """Say whether a worker refused a request before it looked at its hand-over, which then is still good for another.
+
+    The OpenAI routes tell prefill to free the blocks when they refuse; the generate route does not.
+    """
+    error = _error_object(raw, 503)
+    return leg.path == PATHS[Format.GENERATE] and error is not None and error.get("type") == "Service Unavailable"
 
 
 def _our_fault(leg: Leg, status: int, error: dict[str, Any] | None) -> str | None:

@@ -31,6 +31,8 @@ from steps.params import LegParams
 from steps.prompt import prompt_ids
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from coordinator.context import Headers, LiveStream, RequestContext
     from coordinator.step import PipelineSettings, Upstream
     from envelope.json_codec import Json
@@ -118,16 +120,16 @@ class Decode:
         fmt = leg_format(api, self._openai)
         return PlanRow(api, self.type, self.role, fmt, PATHS[fmt], self._notes(api, fmt))
 
-    def release_leg(self, ctx: RequestContext) -> Leg:
-        """Return the leg that fetches a hand-over whose client has left, so that prefill frees its blocks."""
+    def release_leg(self, ctx: RequestContext, handover: Mapping[str, Any]) -> Leg:
+        """Return the leg that fetches a hand-over nobody wants any more, so that prefill frees its blocks."""
         fmt = leg_format(ctx.api, self._openai)
-        kv = ctx.handover or {}
         if fmt is Format.GENERATE:
-            body = prefill_generate(ctx.rendered or ctx.body, kv)
+            body = prefill_generate(ctx.rendered or ctx.body, handover)
         else:
             token_ids = prompt_ids(ctx) if self.params.send_prompt_token_ids else None
-            body = prefill_openai(fmt, ctx.body, kv, token_ids)
-        return Leg("release", self.role, PATHS[fmt], body, self._limits, single_use=True)
+            body = prefill_openai(fmt, ctx.body, handover, token_ids)
+        # Ids end in what is unique, and a salt has at most 128 characters.
+        return Leg("release", self.role, PATHS[fmt], {**body, "cache_salt": ctx.leg_id[-64:]}, self._limits)
 
     def _check_age(self, ctx: RequestContext) -> None:
         """Refuse a hand-over whose blocks prefill may soon give to others: decode would read another prompt's."""
