@@ -13,7 +13,7 @@ from pydantic import model_validator
 from coordinator.context import Answer
 from coordinator.step import Leg, PlanRow, Reply
 from envelope.client_request import has_media
-from envelope.errors import LegFailed, LegTimeout, NoWorker
+from envelope.errors import LegBusy, LegFailed, LegTimeout, NoWorker
 from envelope.formats import PATHS, Format
 from envelope.generate import asked_mode, check_echo, check_first_echo
 from envelope.legs import decode_for_generate_client
@@ -61,7 +61,7 @@ class ConditionalDecode:
             return "skipped"
         try:
             return await self._probe(ctx, upstream)
-        except (LegFailed, LegTimeout, NoWorker):
+        except (LegBusy, LegFailed, LegTimeout, NoWorker):
             # The full pipeline may still answer, on another worker; the failure is in the leg's metric.
             await ctx.aclose()
             ctx.answer = None
