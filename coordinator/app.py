@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from coordinator import registry
 from coordinator.admission import Admission
+from coordinator.fetch import HttpMediaFetcher
 from coordinator.headers import request_id
 from coordinator.health import Readiness, RoleProbe
 from coordinator.intake import Intake
@@ -66,7 +67,8 @@ def build(config: Config) -> web.Application:
     """
     metrics = Metrics(CollectorRegistry())
     steps = registry.build(config, metrics)
-    upstream = HttpUpstream(links(config, steps), config.pipeline.forward_response_headers, metrics)
+    media = HttpMediaFetcher()
+    upstream = HttpUpstream(links(config, steps), config.pipeline.forward_response_headers, metrics, media)
     decode = next(step for step in steps if isinstance(step, Decode))
     releaser = Releaser(decode.release_leg, upstream, metrics)
     readiness = Readiness(probes(steps, upstream.links), config.server.readiness_interval)
@@ -102,6 +104,7 @@ def build(config: Config) -> web.Application:
     app[FRONT] = front
     app[READINESS] = readiness
     app.add_routes(front.routes(metrics=config.server.metrics_port is None))
+    app.cleanup_ctx.append(_media(media))
     app.cleanup_ctx.append(_workers(upstream, readiness, releaser))
     return app
 
@@ -191,6 +194,15 @@ def _pool_router(config: Config, pool: Pool) -> StaticRouter | HeaderRouter:
     # A worker cannot hand its blocks to itself: named for both legs, it does both at once.
     never = [url for other in others if other is not None for url in other.endpoints or ()]
     return HeaderRouter(pool.header, pool.allow, never, required=pool is config.pools.decode)
+
+
+def _media(media: HttpMediaFetcher) -> Callable[[web.Application], AsyncIterator[None]]:
+    async def opened(app: web.Application) -> AsyncIterator[None]:
+        await media.start()
+        yield
+        await media.close()
+
+    return opened
 
 
 def _workers(
