@@ -1,0 +1,155 @@
+"""A step is run against an upstream without sockets, which writes down each leg and gives the answers it was told."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from coordinator.context import RequestContext
+from coordinator.step import PipelineSettings, Reply
+from envelope.formats import Format
+from envelope.json_codec import dumps
+from envelope.kv_transfer import KV_CONNECTORS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from coordinator.context import Headers
+    from coordinator.step import Leg
+
+
+@dataclass
+class FakeStream:
+    """A stream that has begun. Implements ``coordinator.context.LiveStream``."""
+
+    first_event: bytes
+    headers: Headers = (("x-worker", "1"),)
+    closed: bool = False
+
+    async def read(self) -> bytes:
+        return b""
+
+    async def aclose(self) -> None:
+        self.closed = True
+
+
+class FakeUpstream:
+    """Implements ``coordinator.step.Upstream``.
+
+    Args:
+        answers: one for each leg: a Reply, a FakeStream, a JSON value for a 200, or an error to raise.
+        serves: what is said of every role.
+    """
+
+    media: Any = None
+
+    def __init__(self, *answers: Any, serves: bool = True) -> None:
+        self._answers = list(answers)
+        self._serves = serves
+        self.legs: list[Leg] = []
+        self.calls: list[tuple[str, tuple[int, ...]]] = []
+        self.asked: list[str] = []
+
+    def serves(self, ctx: RequestContext, role: str) -> bool:
+        self.asked.append(role)
+        return self._serves
+
+    async def post_json(self, ctx: RequestContext, leg: Leg, *, accept: tuple[int, ...] = ()) -> Any:
+        return self._answer("post_json", leg, accept)
+
+    async def stream(self, ctx: RequestContext, leg: Leg, *, accept: tuple[int, ...] = ()) -> Any:
+        return self._answer("stream", leg, accept)
+
+    def _answer(self, how: str, leg: Leg, accept: tuple[int, ...]) -> Any:
+        self.legs.append(leg)
+        self.calls.append((how, accept))
+        answer = self._answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        if isinstance(answer, (Reply, FakeStream)):
+            return answer
+        return Reply(200, (("x-worker", "1"),), dumps(answer), answer)
+
+
+@dataclass
+class Counted:
+    """What a step counted. Implements ``coordinator.step.Events``."""
+
+    all: list[tuple[str, ...]] = field(default_factory=list)
+
+    def handover_missing(self, reason: str, policy: str) -> None:
+        self.all.append(("handover_missing", reason, policy))
+
+    def prefill_skipped(self, reason: str) -> None:
+        self.all.append(("prefill_skipped", reason))
+
+    def prefill_failed_over(self, reason: str) -> None:
+        self.all.append(("prefill_failed_over", reason))
+
+    def begun_again(self) -> None:
+        self.all.append(("begun_again",))
+
+
+@pytest.fixture
+def upstream() -> type[FakeUpstream]:
+    return FakeUpstream
+
+
+@pytest.fixture
+def stream() -> type[FakeStream]:
+    return FakeStream
+
+
+@pytest.fixture
+def counted() -> Counted:
+    return Counted()
+
+
+@pytest.fixture
+def settings(counted: Counted) -> Callable[..., PipelineSettings]:
+    """Return what a step inherits from the pipeline: NIXL in OpenAI format, unless told otherwise."""
+
+    def made(**changes: Any) -> PipelineSettings:
+        plain = PipelineSettings(
+            kv=KV_CONNECTORS["kv-nixl"],
+            use_openai_format=True,
+            on_missing_handover="fail",
+            on_prefill_failure="fail",
+            max_handover_age_s=None,
+            expose_transfer_params=False,
+            events=counted,
+            clock=lambda: 100.0,
+        )
+        return replace(plain, **changes)
+
+    return made
+
+
+@pytest.fixture
+def context() -> Iterator[Callable[..., RequestContext]]:
+    """Make contexts of requests; at the test's end, no body or rendered request that went in may have changed."""
+    kept: list[tuple[Any, str]] = []
+
+    def keep(value: Any) -> Any:
+        kept.append((value, repr(copy.deepcopy(value))))
+        return value
+
+    def made(api: str, body: dict[str, Any], *, rendered: Any = None, **slots: Any) -> RequestContext:
+        return RequestContext(
+            request_id="req",
+            leg_id="req-1234",
+            api=Format(api),
+            body=keep(body),
+            headers=(),
+            routing={},
+            stream=bool(body.get("stream")),
+            rendered=keep(rendered),
+            **slots,
+        )
+
+    yield made
+    for value, before in kept:
+        assert repr(value) == before, "a step changed what other legs read"

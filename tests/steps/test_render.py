@@ -1,0 +1,180 @@
+"""render: one call for a text prompt, none for tokens, and the limits hold for both."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from coordinator.step import LegLimits, PlanRow
+from envelope.errors import BadRequest, LegFailed, LegRejected
+from envelope.formats import Format
+from steps.render import Params, Render
+
+HI = [{"role": "user", "content": "hi"}]
+ANSWER = {"request_id": "chatcmpl-x", "token_ids": [1, 2, 3], "sampling_params": {"output_kind": 2, "max_tokens": 9},
+          "parse_context": {"tool_choice": "none"}, "priority": 0}  # fmt: skip
+
+BODIES = {
+    "chat": {"model": "m", "messages": HI, "stream": True},
+    "completions": {"model": "m", "prompt": "hi"},
+    "responses": {"model": "m", "input": "hi", "store": False},
+    "messages": {"model": "m", "messages": HI, "max_tokens": 9},
+}
+
+
+@pytest.fixture
+def render(settings: Any) -> Any:
+    def made(**params: Any) -> Render:
+        return Render(Params.model_validate({"address": "http://r:8000", **params}), settings())
+
+    return made
+
+
+@pytest.mark.parametrize("api", BODIES)
+async def test_the_client_s_body_goes_to_its_api_s_render_route(
+    render: Any, context: Any, upstream: Any, api: str
+) -> None:
+    ctx, up = context(api, BODIES[api]), upstream([ANSWER] if api == "completions" else ANSWER)
+    render().admit(ctx)
+    assert await render().run(ctx, up) == "ok"
+    (leg,) = up.legs
+    assert (leg.step, leg.role, leg.body) == ("render", "render", BODIES[api])
+    paths = {"chat": "/v1/chat/completions/render", "completions": "/v1/completions/render",
+             "responses": "/v1/responses/render", "messages": "/v1/messages/render"}  # fmt: skip
+    assert leg.path == paths[api]
+    assert ctx.rendered == {**ANSWER, "model": "m"}
+    assert up.calls == [("post_json", ())]
+
+
+async def test_what_render_left_out_is_completed_by_the_client_s_body(render: Any, context: Any, upstream: Any) -> None:
+    """The cap of 16 that vLLM's renderer drops is back before any leg is made of the answer."""
+    ctx = context("chat", {"messages": HI, "max_tokens": 16, "cache_salt": "s"})
+    await render().run(ctx, upstream({"token_ids": [1], "sampling_params": {"output_kind": 2}}))
+    assert ctx.rendered == {
+        "token_ids": [1],
+        "sampling_params": {"output_kind": 2, "max_tokens": 16},
+        "cache_salt": "s",
+    }
+
+
+async def test_transfer_params_in_a_renderer_s_answer_are_dropped(render: Any, context: Any, upstream: Any) -> None:
+    ctx = context("chat", {"messages": HI})
+    params = {"output_kind": 2, "max_tokens": 1, "extra_args": {"kv_transfer_params": {}, "k": "v"}}
+    await render().run(ctx, upstream({"token_ids": [1], "kv_transfer_params": {"a": 1}, "sampling_params": params}))
+    assert ctx.rendered == {
+        "token_ids": [1],
+        "sampling_params": {"output_kind": 2, "max_tokens": 1, "extra_args": {"k": "v"}},
+    }
+
+
+async def test_a_generate_client_needs_no_renderer(render: Any, context: Any, upstream: Any) -> None:
+    body = {"token_ids": [1, 2], "sampling_params": {}}
+    ctx, up = context("generate", body), upstream()
+    assert await render().run(ctx, up) == "skipped"
+    assert (ctx.rendered, up.legs) == (body, [])
+
+
+async def test_a_prompt_of_tokens_needs_no_renderer(render: Any, context: Any, upstream: Any) -> None:
+    ctx, up = context("completions", {"model": "m", "prompt": [[1, 2]], "max_tokens": 5}), upstream()
+    assert await render().run(ctx, up) == "skipped"
+    assert (ctx.rendered, up.legs) == ({"model": "m", "token_ids": [1, 2], "sampling_params": {"max_tokens": 5}}, [])
+
+
+BAD_ANSWERS = [[], [ANSWER, ANSWER], [[1]], {}, {"token_ids": []}, {"token_ids": None}, {"token_ids": "hi"},
+               {"token_ids": [1, "a"]}, {"token_ids": [1.0]}, {"token_ids": [True]}, {"detail": "x"}]  # fmt: skip
+
+
+@pytest.mark.parametrize("answer", BAD_ANSWERS, ids=repr)
+async def test_an_answer_without_tokens_is_no_render(render: Any, context: Any, upstream: Any, answer: Any) -> None:
+    ctx = context("chat", {"messages": HI})
+    with pytest.raises(LegFailed, match="render: the render service's answer has no token_ids"):
+        await render().run(ctx, upstream(answer))
+    assert ctx.rendered is None
+
+
+async def test_a_renderer_s_refusal_is_the_client_s_to_see(render: Any, context: Any, upstream: Any) -> None:
+    refused = LegRejected("render", 400, {"message": "too long"})
+    with pytest.raises(LegRejected) as caught:
+        await render().run(context("chat", {"messages": HI}), upstream(refused))
+    assert caught.value is refused
+
+
+TOKENS = "the prompt has 3 tokens; at most 2 are accepted here"
+
+
+async def test_a_prompt_above_the_limit_is_refused_whoever_tokenized_it(
+    render: Any, context: Any, upstream: Any
+) -> None:
+    limited = render(max_total_tokens=2)
+    for ctx, up in (
+        (context("chat", {"messages": HI}), upstream(ANSWER)),
+        (context("completions", {"prompt": [1, 2, 3]}), upstream()),
+        (context("generate", {"token_ids": [1, 2, 3], "sampling_params": {}}), upstream()),
+    ):
+        with pytest.raises(BadRequest) as caught:
+            await limited.run(ctx, up)
+        assert caught.value.message == TOKENS
+    await render(max_total_tokens=3).run(context("chat", {"messages": HI}), upstream(ANSWER))
+
+
+def features(**spans: list[int]) -> dict[str, Any]:
+    """Return features whose placeholders have these lengths."""
+    return {"mm_placeholders": {kind: [{"offset": 0, "length": n} for n in lengths] for kind, lengths in spans.items()}}
+
+
+# (features, the placeholder tokens in them)
+PLACEHOLDERS = [
+    (None, 0),
+    ({}, 0),
+    ({"mm_placeholders": None}, 0),
+    (features(image=[70]), 70),
+    (features(image=[70, 5], audio=[25]), 100),
+]
+
+
+@pytest.mark.parametrize(("given", "tokens"), PLACEHOLDERS)
+async def test_the_tokens_of_media_have_a_limit_of_their_own(
+    render: Any, context: Any, upstream: Any, given: Any, tokens: int
+) -> None:
+    def asked() -> tuple[Any, Any]:
+        return context("chat", {"messages": HI}), upstream({**ANSWER, "features": given})
+
+    await render(max_total_placeholder_tokens=tokens or 1).run(*asked())
+    await render().run(*asked())
+    if tokens > 1:
+        with pytest.raises(BadRequest) as caught:
+            await render(max_total_placeholder_tokens=tokens - 1).run(*asked())
+        assert caught.value.message == (
+            f"the media of this request take {tokens} tokens; at most {tokens - 1} are accepted here"
+        )
+
+
+async def test_the_time_limit_is_the_whole_call_s(render: Any, context: Any, upstream: Any) -> None:
+    for params, request_s in (({}, 30.0), ({"timeout": "2s"}, 2.0), ({"timeout": 0}, None)):
+        up = upstream(ANSWER)
+        await render(**params).run(context("chat", {"messages": HI}), up)
+        assert up.legs[0].limits == LegLimits(request_s=request_s)
+
+
+def test_an_address_is_needed() -> None:
+    with pytest.raises(ValidationError):
+        Params.model_validate({})
+
+
+PLANS = {
+    Format.CHAT: PlanRow(Format.CHAT, "render", "render", Format.CHAT, "/v1/chat/completions/render"),
+    Format.COMPLETIONS: PlanRow(
+        Format.COMPLETIONS, "render", "render", Format.COMPLETIONS, "/v1/completions/render",
+        ("no call for a token-array prompt",)),
+    Format.RESPONSES: PlanRow(Format.RESPONSES, "render", "render", Format.RESPONSES, "/v1/responses/render"),
+    Format.MESSAGES: PlanRow(Format.MESSAGES, "render", "render", Format.MESSAGES, "/v1/messages/render"),
+    Format.GENERATE: PlanRow(
+        Format.GENERATE, "render", "render", None, None, ("no call: the client sends token ids",)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("api", Format)
+def test_what_it_does_for_an_api_is_told_without_a_request(render: Any, api: Format) -> None:
+    assert render().plan(api) == PLANS[api]
