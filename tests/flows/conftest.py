@@ -369,6 +369,12 @@ def ask() -> Callable[..., dict[str, Any]]:
 
 
 @pytest.fixture
+def dial() -> Callable[..., Any]:
+    """``async with dial(url, path, body) as live``: one request to whatever listens there."""
+    return exchange
+
+
+@pytest.fixture
 def legs() -> Callable[[SimWorker], list[Received]]:
     """``legs(worker)`` are the requests that a worker got, without those that ask for its health."""
 

@@ -1,0 +1,151 @@
+"""``coordinator serve`` as a process: how it starts, drains and ends."""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+CHAT = "/v1/chat/completions"
+DONE = b"data: [DONE]\n\n"
+START_S = 20.0
+
+
+def delta(content):
+    return b"data: " + json.dumps({"choices": [{"index": 0, "delta": {"content": content}}]}).encode() + b"\n\n"
+
+
+class Process:
+    """A coordinator in a process of its own.
+
+    Attributes:
+        url: where it listens.
+    """
+
+    def __init__(self, process):
+        self.url = ""
+        self._process = process
+
+    async def listening(self):
+        while True:
+            line = json.loads(await self._process.stderr.readline())
+            if line["message"] == "listening":
+                self.url = f"http://{line['address']}"
+                return
+
+    def terminate(self):
+        self._process.send_signal(signal.SIGTERM)
+
+    async def ended(self):
+        """Return the exit code, and what it logged on its way."""
+        _, logged = await self._process.communicate()
+        return self._process.returncode, [json.loads(line) for line in logged.splitlines()]
+
+
+@pytest.fixture
+def serving(tmp_path):
+    """``async with serving(decode_url, shutdown_timeout="10s") as process``"""
+
+    @asynccontextmanager
+    async def start(decode_url, **server):
+        tree = {
+            "server": {"listen_addr": "127.0.0.1:0", "readiness_interval": "50ms", "heartbeat_after": 0, **server},
+            "pools": {"decode": {"endpoints": [decode_url]}},
+            "pipeline": {"steps": [{"type": "decode"}]},
+        }
+        path = tmp_path / "pd.yaml"
+        path.write_text(yaml.safe_dump(tree))
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "coordinator", "serve", "--config", str(path),
+            cwd=ROOT, stderr=asyncio.subprocess.PIPE,
+            env={name: value for name, value in os.environ.items() if not name.startswith("COORDINATOR_")},
+        )  # fmt: skip
+        started = Process(process)
+        try:
+            async with asyncio.timeout(START_S):
+                await started.listening()
+            yield started
+        finally:
+            if process.returncode is None:
+                process.kill()
+            await process.communicate()
+
+    return start
+
+
+@pytest.fixture
+def call(dial):
+    """``await call(url, "/readyz")`` is one answer."""
+
+    async def once(url, path, body=None):
+        async with dial(url, path, body, method="GET" if body is None else "POST") as live:
+            await live.head()
+            return await live.rest()
+
+    return once
+
+
+async def test_a_drain_lets_the_stream_under_way_end_and_takes_no_new_request(
+    serving, scripted, dial, call, ask, eventually
+):
+    """L29: SIGTERM: /readyz 503, /healthz 200, new requests 503 with Retry-After; then exit code 0."""
+    gate = asyncio.Event()
+    decode = await scripted(scripted.sse(delta("a"), gate, delta("b"), DONE))
+
+    async def status(path):
+        return (await call(process.url, path)).status
+
+    async def is_ready(expected):
+        return await status("/readyz") == expected
+
+    async with serving(decode.url) as process, dial(process.url, CHAT, ask(stream=True)) as live:
+        await eventually(lambda: is_ready(200))
+        await live.head()
+        assert await live.event() == delta("a").strip()
+        process.terminate()
+        await eventually(lambda: is_ready(503))
+        assert await status("/healthz") == 200
+        refused = await call(process.url, CHAT, ask())
+        assert (refused.status, refused.headers["Retry-After"], refused.headers["Connection"]) == (503, "1", "close")
+        assert "shutting down" in refused.error["message"]
+        gate.set()
+        got = await live.rest()
+        assert (got.whole, got.text, got.events[-1]) == (True, "ab", "[DONE]")
+        code, logged = await process.ended()
+    assert (code, [line["message"] for line in logged if line["level"] in ("warning", "error")]) == (0, [])
+    assert len(decode.received) == 1
+
+
+async def test_an_idle_coordinator_ends_at_once(serving, scripted):
+    """L29: nothing to wait for."""
+    decode = await scripted(scripted.sse(DONE))
+    async with serving(decode.url) as process:
+        process.terminate()
+        async with asyncio.timeout(START_S):
+            code, _ = await process.ended()
+    assert code == 0
+
+
+async def test_a_drain_has_an_end(serving, scripted, dial, ask, eventually):
+    """L29: after ``shutdown_timeout`` the streams that are left are broken off, so that nobody takes them for whole."""
+    never = asyncio.Event()
+    decode = await scripted(scripted.sse(delta("a"), never))
+    async with (
+        serving(decode.url, shutdown_timeout="100ms") as process,
+        dial(process.url, CHAT, ask(stream=True)) as live,
+    ):
+        await live.head()
+        await live.event()
+        process.terminate()
+        got = await live.rest()
+        assert (got.whole, got.text) == (False, "a")
+        code, logged = await process.ended()
+    assert code == 0
+    assert "stopping with requests unfinished" in [line["message"] for line in logged]
+    await eventually(lambda: not decode.open)
