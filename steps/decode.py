@@ -16,7 +16,6 @@ from envelope import completions
 from envelope.errors import LegFailed
 from envelope.formats import PATHS, Format, leg_format
 from envelope.generate import asked_mode, check_echo, check_first_echo
-from envelope.kv_transfer import KV_CONNECTORS
 from envelope.legs import (
     decode_for_generate_client,
     decode_generate,
@@ -97,7 +96,6 @@ class Decode:
         self.params = params
         self._settings = settings
         self._openai = settings.use_openai_format if params.use_openai_format is None else params.use_openai_format
-        self._kv = KV_CONNECTORS[params.kv_connector] if params.kv_connector else settings.kv
         self._limits = params.limits()
 
     def admit(self, ctx: RequestContext) -> None:
