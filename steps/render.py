@@ -58,7 +58,7 @@ class Render:
             ctx.rendered, outcome = from_token_prompt(ctx.api, ctx.body), "skipped"
         else:
             ctx.rendered, outcome = await self._ask(ctx, upstream), "ok"
-        self._check_limits(ctx.rendered)
+        self._check_limits(ctx.api, ctx.rendered)
         return outcome
 
     def plan(self, api: Format) -> PlanRow:
@@ -82,16 +82,26 @@ class Render:
             raise LegFailed(self.type, "the render service's answer has no token_ids; is it a vLLM render route?")
         return without_transfer_params(answer)
 
-    def _check_limits(self, rendered: Json) -> None:
+    def _check_limits(self, api: Format, rendered: Json) -> None:
         tokens, most = len(rendered["token_ids"]), self.params.max_total_tokens
         if most and tokens > most:
-            raise BadRequest(f"the prompt has {tokens} tokens; at most {most} are accepted here", param="messages")
-        placeholders, most = _placeholder_tokens(rendered), self.params.max_total_placeholder_tokens
-        if most and placeholders > most:
+            raise BadRequest(f"the prompt has {tokens} tokens; at most {most} are accepted here", param=_PROMPTS[api])
+        most = self.params.max_total_placeholder_tokens
+        if most and (tokens := _placeholder_tokens(rendered)) > most:
             raise BadRequest(
-                f"the media of this request take {placeholders} tokens; at most {most} are accepted here",
-                param="messages",
+                f"the media of this request take {tokens} tokens; at most {most} are accepted here",
+                param=_PROMPTS[api],
             )
+
+
+# Where a client of each API writes its prompt.
+_PROMPTS = {
+    Format.CHAT: "messages",
+    Format.COMPLETIONS: "prompt",
+    Format.RESPONSES: "input",
+    Format.MESSAGES: "messages",
+    Format.GENERATE: "token_ids",
+}
 
 
 def _are_token_ids(value: Any) -> bool:
@@ -99,5 +109,9 @@ def _are_token_ids(value: Any) -> bool:
 
 
 def _placeholder_tokens(rendered: Json) -> int:
-    by_modality = (rendered.get("features") or {}).get("mm_placeholders") or {}
-    return sum(int(span["length"]) for spans in by_modality.values() for span in spans)
+    """Return how many tokens stand for media. A generate client may send any shape: a wrong one is the worker's."""
+    features = rendered.get("features")
+    by_modality = features.get("mm_placeholders") if isinstance(features, dict) else None
+    lists = by_modality.values() if isinstance(by_modality, dict) else ()
+    spans = [span for spans in lists if isinstance(spans, list) for span in spans if isinstance(span, dict)]
+    return sum(length for span in spans if isinstance(length := span.get("length"), int))

@@ -108,14 +108,15 @@ async def test_a_prompt_above_the_limit_is_refused_whoever_tokenized_it(
     render: Any, context: Any, upstream: Any
 ) -> None:
     limited = render(max_total_tokens=2)
-    for ctx, up in (
-        (context("chat", {"messages": HI}), upstream(ANSWER)),
-        (context("completions", {"prompt": [1, 2, 3]}), upstream()),
-        (context("generate", {"token_ids": [1, 2, 3], "sampling_params": {}}), upstream()),
+    for ctx, up, param in (
+        (context("chat", {"messages": HI}), upstream(ANSWER), "messages"),
+        (context("responses", {"input": "hi"}), upstream(ANSWER), "input"),
+        (context("completions", {"prompt": [1, 2, 3]}), upstream(), "prompt"),
+        (context("generate", {"token_ids": [1, 2, 3], "sampling_params": {}}), upstream(), "token_ids"),
     ):
         with pytest.raises(BadRequest) as caught:
             await limited.run(ctx, up)
-        assert caught.value.message == TOKENS
+        assert (caught.value.message, caught.value.param) == (TOKENS, param)
     await render(max_total_tokens=3).run(context("chat", {"messages": HI}), upstream(ANSWER))
 
 
@@ -149,6 +150,21 @@ async def test_the_tokens_of_media_have_a_limit_of_their_own(
         assert caught.value.message == (
             f"the media of this request take {tokens} tokens; at most {tokens - 1} are accepted here"
         )
+
+
+MALFORMED: list[Any] = [
+    "x", ["x"], {"mm_placeholders": "x"}, {"mm_placeholders": {"image": 7}}, {"mm_placeholders": {"image": [7, None]}},
+    {"mm_placeholders": {"image": [{}, {"length": "x"}, {"length": None}]}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("given", MALFORMED, ids=repr)
+async def test_features_of_a_wrong_shape_are_the_worker_s_to_refuse(
+    render: Any, context: Any, upstream: Any, given: Any
+) -> None:
+    """A client of the generate route may send anything in their place."""
+    ctx = context("generate", {"token_ids": [1], "sampling_params": {}, "features": given})
+    assert await render(max_total_placeholder_tokens=1).run(ctx, upstream()) == "skipped"
 
 
 async def test_the_time_limit_is_the_whole_call_s(render: Any, context: Any, upstream: Any) -> None:
