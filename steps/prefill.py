@@ -76,6 +76,8 @@ class Prefill:
             return "prompt_logprobs"  # decode computes the whole prompt for these, whatever it is handed
         if self._kv.single_reader and choices(ctx.api, ctx.body) > 1:
             return "n"  # several engine requests would read blocks that the first of them frees
+        if ctx.body.get("use_beam_search"):
+            return "beam_search"  # vLLM's beams are requests of their own, which are handed nothing
         if not upstream.serves(ctx, self.role):
             return "no_worker_named"
         return None

@@ -117,6 +117,7 @@ SKIPPED = {
     "a generate client's": (
         "generate", {"token_ids": [1], "sampling_params": {"prompt_logprobs": 0}}, "prompt_logprobs"),
     "several answers": ("chat", {"messages": HI, "n": 2}, "n"),
+    "beam search": ("chat", {"messages": HI, "use_beam_search": True}, "beam_search"),
     "a generate client's answers": ("generate", {"token_ids": [1], "sampling_params": {"n": 3}}, "n"),
 }  # fmt: skip
 
