@@ -5,19 +5,17 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from aiohttp import web
-from aiohttp.http_exceptions import ContentEncodingError, LineTooLong
-from aiohttp.web_protocol import RequestHandler
 from prometheus_client import CollectorRegistry
 
 from coordinator import registry
 from coordinator.admission import Admission
 from coordinator.fetch import HttpMediaFetcher
-from coordinator.headers import request_id
 from coordinator.health import Readiness, RoleProbe
 from coordinator.intake import Intake
+from coordinator.listener import PATIENCE, Patience, Runner, json_errors
 from coordinator.logs import log
 from coordinator.metrics import Metrics
 from coordinator.pipeline import Pipeline
@@ -30,22 +28,12 @@ from coordinator.routing.static import StaticRouter
 from coordinator.server import Front
 from coordinator.units import megabytes_to_bytes
 from coordinator.upstream import HttpUpstream, RoleLink
-from envelope.errors import (
-    ApiError,
-    BadRequest,
-    HeadersTooLarge,
-    InternalError,
-    MethodNotAllowed,
-    UnknownPath,
-    UnsupportedMedia,
-    error_body,
-)
 from envelope.formats import PATHS, RENDER_PATHS, Format
 from steps.decode import Decode
 from steps.render import Render
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
     from coordinator.admission import Place
     from coordinator.config import Config, Pool
@@ -100,9 +88,14 @@ def build(config: Config) -> web.Application:
         clock=time.monotonic,
     )
     # Sizes are ours to check, with an error body that aiohttp's own 413 does not have.
-    app = web.Application(client_max_size=0, middlewares=[_json_errors])
+    app = web.Application(client_max_size=0, middlewares=[json_errors])
     app[FRONT] = front
     app[READINESS] = readiness
+    app[PATIENCE] = Patience(
+        config.server.write_stall_timeout or None,
+        config.server.read_header_timeout or None,
+        config.server.idle_timeout or None,
+    )
     app.add_routes(front.routes(metrics=config.server.metrics_port is None))
     app.cleanup_ctx.append(_media(media))
     app.cleanup_ctx.append(_workers(upstream, readiness, releaser))
@@ -218,86 +211,6 @@ def _workers(
         await upstream.close()
 
     return opened
-
-
-@web.middleware
-async def _json_errors(
-    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-) -> web.StreamResponse:
-    """Give aiohttp's own 404 and 405 an OpenAI error body."""
-    try:
-        return await handler(request)
-    except web.HTTPMethodNotAllowed as refused:
-        allowed = ", ".join(sorted(refused.allowed_methods))
-        error: ApiError = MethodNotAllowed(
-            f"{request.path} takes {allowed}, not {request.method}", headers={"Allow": allowed}
-        )
-    except web.HTTPNotFound:
-        error = UnknownPath(f"{request.path} is not served here")
-    except Exception:
-        log.exception("%s failed by a fault of the coordinator", request.path)
-        error = InternalError("the coordinator failed; its log has the details")
-    return _error_response(error, request)
-
-
-def _error_response(error: ApiError, request: web.BaseRequest) -> web.Response:
-    client_id = request_id(request.headers.get("X-Request-Id"))
-    headers = {"Content-Type": "application/json", "X-Request-Id": client_id, **error.headers}
-    return web.Response(status=error.status, body=error_body(error, client_id), headers=headers)
-
-
-class _JsonHandler(RequestHandler):
-    """Tells of requests that are no HTTP, or too much of it, in JSON; aiohttp's own text is for people."""
-
-    __slots__ = ()
-
-    def handle_error(
-        self,
-        request: web.BaseRequest,
-        status: int = 500,
-        exc: BaseException | None = None,
-        message: str | None = None,
-    ) -> web.StreamResponse:
-        if status == 500:
-            return super().handle_error(request, status, exc, message)
-        response = _error_response(_malformed(exc, message), request)
-        response.force_close()
-        return response
-
-
-def _malformed(exc: BaseException | None, message: str | None) -> ApiError:
-    """Return what a request that could not be read gets told; what it held is not repeated."""
-    if isinstance(exc, LineTooLong):
-        return HeadersTooLarge("the request line or a header is longer than server.max_header_size allows")
-    if isinstance(exc, ContentEncodingError):  # aiohttp's parser meets it before a route does
-        return UnsupportedMedia("this Content-Encoding is not understood; send gzip, deflate, or none")
-    reason = (message or "").partition("\n")[0].rstrip(": ")[:200]
-    return BadRequest(f"this is no valid HTTP/1.1 request: {reason or 'unreadable'}")
-
-
-class _JsonServer(web.Server):
-    def __call__(self) -> RequestHandler:
-        return _JsonHandler(self, loop=self._loop, **self._kwargs)
-
-
-class Runner(web.AppRunner):
-    """aiohttp's runner with the settings that a proxy needs, and JSON for malformed requests."""
-
-    def __init__(self, app: web.Application, max_header_size: int) -> None:
-        super().__init__(
-            app,
-            access_log=None,
-            handle_signals=False,
-            handler_cancellation=True,  # a client that leaves frees its workers
-            max_line_size=max_header_size,
-            max_field_size=max_header_size,
-            shutdown_timeout=0.5,  # draining is done before, by ``serve``
-        )
-
-    async def _make_server(self) -> Any:
-        server = await super()._make_server()
-        server.__class__ = _JsonServer  # aiohttp has no public way to choose the request handler's class
-        return server
 
 
 async def serve(config: Config) -> None:

@@ -173,6 +173,20 @@ class Server(Section):
         120.0,
         description="time to write a whole answer once it is there, streams exempt; 0 is no limit",
     )
+    write_stall_timeout: Duration = Field(
+        60.0,
+        description="how long a client may take nothing of an answer, streams included, before it is hung up and its "
+        "workers are freed; 0 is no limit",
+    )
+    read_header_timeout: Duration = Field(
+        10.0,
+        description="time for a request's head to arrive, on a new connection from its start on; 0 is no limit",
+    )
+    idle_timeout: Duration = Field(
+        3630.0,
+        description="how long a connection is kept for the client's next request; stay above what the proxy in front "
+        "has (Envoy: 1h), or its next request may meet a closing connection; 0 is no limit",
+    )
     shutdown_timeout: Duration = Field(
         25.0,
         description="time that requests get to end after SIGTERM; stay below the pod's grace period",

@@ -10,8 +10,9 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from coordinator.app import READINESS, Runner, build
+from coordinator.app import READINESS, build
 from coordinator.config import Config, ConfigError
+from coordinator.listener import Runner
 
 _TOKEN_RATE_S = 0.02
 

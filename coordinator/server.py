@@ -15,11 +15,20 @@ from aiohttp import web
 from coordinator.context import RequestContext
 from coordinator.headers import leg_id, request_id, upstream_headers
 from coordinator.intake import header_pairs, single
+from coordinator.listener import stalled
 from coordinator.logs import access, log
 from coordinator.questions import COUNT_TOKENS_PATH
 from coordinator.respond import Exchange, refuse
 from envelope.client_request import check
-from envelope.errors import ApiError, ClientGone, InternalError, LegRejected, Overloaded, Unavailable
+from envelope.errors import (
+    ApiError,
+    ClientGone,
+    ClientStalled,
+    InternalError,
+    LegRejected,
+    Overloaded,
+    Unavailable,
+)
 from envelope.formats import PATHS, Format
 from envelope.kv_transfer import without_transfer_params
 
@@ -53,7 +62,7 @@ class Outcome:
     def fail(self, error: ApiError) -> None:
         self.status, self.error = error.status, type(error).__name__
         if isinstance(error, ClientGone):
-            self.word = "client_gone"
+            self.word = "client_stalled" if isinstance(error, ClientStalled) else "client_gone"
         elif isinstance(error, LegRejected):
             self.word = "rejected"
         elif isinstance(error, Overloaded):
@@ -135,7 +144,8 @@ class Front:
             ctx = await self._read(request, api, client_id)
             return await self._run(request, ctx, permit, outcome)
         except asyncio.CancelledError:
-            outcome.fail(ClientGone("the client left"))
+            gone_as = ClientStalled if stalled(request) else ClientGone
+            outcome.fail(gone_as("the client left, or took nothing"))
             raise
         except ClientGone as gone:
             outcome.fail(gone)

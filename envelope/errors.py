@@ -194,6 +194,10 @@ class ClientGone(ApiError):
     type = "ClientClosedRequest"
 
 
+class ClientStalled(ClientGone):
+    """It took nothing of its answer for so long that it was hung up."""
+
+
 def error_body(error: ApiError, request_id: str) -> bytes:
     """Return the JSON body of an error answer."""
     return dumps({"error": error.body(request_id)})

@@ -56,7 +56,10 @@ ENVELOPE = family("envelope")
 CONTRACT = ("coordinator.step", "coordinator.context")
 PLAIN = ("addresses", "admission", "headers", "pipeline", "metrics", "logs", "shapes", "verdict")
 CORE = (*CONTRACT, *(f"coordinator.{name}" for name in PLAIN))
-WIRED = ("fetch", "release", "retry", "upstream", "call", "relay", "server", "intake", "respond", "health", "questions")
+WIRED = (
+    *("fetch", "release", "retry", "upstream", "call", "relay", "server", "intake", "listener", "respond", "health"),
+    "questions",
+)
 IO = (*family("coordinator.routing"), *(f"coordinator.{name}" for name in WIRED))
 CONFIG = tuple(f"coordinator.{name}" for name in ("config", "environment", "problems", "yaml_file"))
 WIRING = ("coordinator.app", "coordinator.cli", "coordinator.demo")

@@ -22,7 +22,7 @@ class Held:
 
 @pytest.fixture
 async def held(coordinator, fleet, scripted):
-    """``at, worker, go = await held(requests, server={..})``: one decode worker, whose nth answer waits for ``go[n]``."""
+    """``at, worker, go = await held(requests, server={..})``: a decode worker whose nth answer waits for ``go[n]``."""
     every = []
 
     async def start(requests, pool=None, **changes):

@@ -1,0 +1,210 @@
+"""aiohttp's server with the manners that a proxy needs towards clients: limits in time, and errors in JSON.
+
+A client that takes nothing of what is written to it is hung up, which frees its workers. The clock runs only while
+the transport is over its high-water mark, so a client that keeps up costs nothing, per chunk or otherwise. A head that
+does not come to its end is hung up too; its clock runs only on a new connection, and where a head came in pieces.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import web
+from aiohttp.http_exceptions import ContentEncodingError, LineTooLong
+from aiohttp.web_protocol import RequestHandler
+
+from coordinator.headers import request_id
+from coordinator.logs import log
+from envelope.errors import (
+    ApiError,
+    BadRequest,
+    HeadersTooLarge,
+    InternalError,
+    MethodNotAllowed,
+    UnknownPath,
+    UnsupportedMedia,
+    error_body,
+)
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Awaitable, Callable
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long a connection may be of no use, in seconds; None is no limit.
+
+    Attributes:
+        write_stall_s: over the high-water mark, without a byte taken.
+        head_s: from a head's first byte, or from the connection's start, to the head's end.
+        idle_s: between two requests.
+    """
+
+    write_stall_s: float | None = None
+    head_s: float | None = None
+    idle_s: float | None = None
+
+
+PATIENCE = web.AppKey("patience", Patience)
+
+_FOR_EVER_S = 1e9  # aiohttp takes 0 for "no second request"
+
+
+class _Handler(RequestHandler):
+    """One connection."""
+
+    __slots__ = ("_head_timer", "_patience", "_stall_timer", "_unsent", "stalled")
+
+    def __init__(self, server: _Server, **kwargs: Any) -> None:
+        super().__init__(server, **kwargs)
+        self.stalled = False
+        self._patience = server.patience
+        self._stall_timer: asyncio.TimerHandle | None = None
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._unsent = 0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._watch_head()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._stop_watching_writing()
+        self._stop_watching_head()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        heads = self._request_count
+        super().data_received(data)
+        if self._request_count != heads:
+            self._stop_watching_head()
+        elif self._head_timer is None and self._waiter is not None and not self._waiter.done():
+            self._watch_head()  # the first piece of a head
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_writing()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_watching_writing()
+
+    def _watch_head(self) -> None:
+        if self._patience.head_s is not None:
+            self._head_timer = self._loop.call_later(self._patience.head_s, self._head_is_late)
+
+    def _stop_watching_head(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _head_is_late(self) -> None:
+        self._head_timer = None
+        self.force_close()
+
+    def _watch_writing(self) -> None:
+        if self._patience.write_stall_s is not None and self.transport is not None:
+            self._unsent = self.transport.get_write_buffer_size()
+            self._stall_timer = self._loop.call_later(self._patience.write_stall_s, self._look_at_writing)
+
+    def _stop_watching_writing(self) -> None:
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+            self._stall_timer = None
+
+    def _look_at_writing(self) -> None:
+        self._stall_timer = None
+        if self.transport is None:
+            return
+        # What is unsent may also have grown, until the writer met the mark: that is no sign of a stall either.
+        if self.transport.get_write_buffer_size() != self._unsent:
+            self._watch_writing()
+            return
+        self.stalled = True
+        self.transport.abort()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """Tell of requests that are no HTTP, or too much of it, in JSON; aiohttp's own text is for people."""
+        if status == 500:
+            return super().handle_error(request, status, exc, message)
+        response = _error_response(_malformed(exc, message), request)
+        response.force_close()
+        return response
+
+
+def stalled(request: web.Request) -> bool:
+    """Say whether the client was hung up because it took nothing."""
+    return bool(getattr(request.protocol, "stalled", False))
+
+
+def _malformed(exc: BaseException | None, message: str | None) -> ApiError:
+    """Return what a request that could not be read gets told; what it held is not repeated."""
+    if isinstance(exc, LineTooLong):
+        return HeadersTooLarge("the request line or a header is longer than server.max_header_size allows")
+    if isinstance(exc, ContentEncodingError):  # aiohttp's parser meets it before a route does
+        return UnsupportedMedia("this Content-Encoding is not understood; send gzip, deflate, or none")
+    reason = (message or "").partition("\n")[0].rstrip(": ")[:200]
+    return BadRequest(f"this is no valid HTTP/1.1 request: {reason or 'unreadable'}")
+
+
+class _Server(web.Server):
+    patience: Patience
+
+    def __call__(self) -> RequestHandler:
+        return _Handler(self, loop=self._loop, **self._kwargs)
+
+
+class Runner(web.AppRunner):
+    """Runs an application; how patient it is with connections, the application says (``PATIENCE``)."""
+
+    def __init__(self, app: web.Application, max_header_size: int) -> None:
+        self._patience = app.get(PATIENCE, Patience())
+        super().__init__(
+            app,
+            access_log=None,
+            handle_signals=False,
+            handler_cancellation=True,  # a client that leaves frees its workers
+            keepalive_timeout=self._patience.idle_s or _FOR_EVER_S,
+            max_line_size=max_header_size,
+            max_field_size=max_header_size,
+            shutdown_timeout=0.5,  # draining is done before, by ``serve``
+        )
+
+    async def _make_server(self) -> Any:
+        server = await super()._make_server()
+        server.__class__ = _Server  # aiohttp has no public way to choose the request handler's class
+        server.patience = self._patience  # type: ignore[attr-defined]
+        return server
+
+
+@web.middleware
+async def json_errors(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """Give aiohttp's own 404 and 405 an OpenAI error body."""
+    try:
+        return await handler(request)
+    except web.HTTPMethodNotAllowed as refused:
+        allowed = ", ".join(sorted(refused.allowed_methods))
+        error: ApiError = MethodNotAllowed(
+            f"{request.path} takes {allowed}, not {request.method}", headers={"Allow": allowed}
+        )
+    except web.HTTPNotFound:
+        error = UnknownPath(f"{request.path} is not served here")
+    except Exception:
+        log.exception("%s failed by a fault of the coordinator", request.path)
+        error = InternalError("the coordinator failed; its log has the details")
+    return _error_response(error, request)
+
+
+def _error_response(error: ApiError, request: web.BaseRequest) -> web.Response:
+    client_id = request_id(request.headers.get("X-Request-Id"))
+    headers = {"Content-Type": "application/json", "X-Request-Id": client_id, **error.headers}
+    return web.Response(status=error.status, body=error_body(error, client_id), headers=headers)
