@@ -1,0 +1,119 @@
+"""The media of a client's request as parts of a chat message: what an encode leg is sent, and what is counted.
+
+Source: vLLM 0.33 ``entrypoints/anthropic/serving.py`` (the order of a tool's images), ``renderers/chat_utils``.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from envelope.data_uri import write
+from envelope.formats import Format
+from envelope.json_codec import dumps
+from envelope.media_parts import items
+from envelope.media_types import Kind
+from envelope.media_walk import map_parts, wrong
+
+if TYPE_CHECKING:
+    from envelope.errors import BadRequest
+    from envelope.json_codec import Json
+    from envelope.media_parts import Item
+
+ENCODED = (Kind.IMAGE, Kind.AUDIO, Kind.VIDEO)
+
+# Tensors, and what a worker has in its cache by the client's own name, are media as well; neither holds a URL.
+_EMBEDS = {"image_embeds": Kind.IMAGE, "audio_embeds": Kind.AUDIO, "video_embeds": Kind.VIDEO}
+_BY_NAME = {
+    "image_url": Kind.IMAGE, "input_image": Kind.IMAGE, "audio_url": Kind.AUDIO, "input_audio": Kind.AUDIO,
+    "video_url": Kind.VIDEO,
+} | _EMBEDS  # fmt: skip
+
+_IN_MESSAGE = re.compile(r"messages\[(\d+)\]\.content\[\d+\](\.)?")
+
+_URL_PARTS = {Kind.IMAGE: "image_url", Kind.AUDIO: "audio_url", Kind.VIDEO: "video_url"}
+
+
+class MediaItem(NamedTuple):
+    """One piece of media.
+
+    Attributes:
+        where: the path of its part, such as ``messages[0].content[1]``.
+        type: its part's type.
+        part: it alone, as a part of a chat message.
+        same: equal for parts that hold the same media.
+    """
+
+    where: str
+    type: str
+    kind: Kind
+    part: Json
+    same: tuple[Any, ...]
+
+    def wrong(self, why: str) -> BadRequest:
+        return wrong(self.where, self.type, why)
+
+
+def media_items(api: Format, body: Json) -> list[MediaItem]:
+    """List the media of a body in the order in which workers see it.
+
+    Raises:
+        BadRequest: a part is of a type that is not known, or has no usable media; it is named.
+    """
+    if api in (Format.COMPLETIONS, Format.GENERATE):
+        return []  # text alone, and media that has been rendered or is a worker's to fetch
+    located: dict[str, list[Item]] = {}
+    for item in items(api, body):
+        located.setdefault(item.where, []).append(item)
+    found: list[MediaItem] = []
+
+    def look(where: str, part: Any) -> Any:
+        if where in located:
+            found.extend(_of_item(api, item, part) for item in located[where])
+        elif isinstance(part, dict) and (kind := _kind_of(part)) is not None:
+            found.append(MediaItem(where, str(part.get("type")), kind, part, (kind, dumps(part))))
+        return part
+
+    map_parts(api, body, look)
+    # The images of a message's tool results become a message of their own, before the one they came in.
+    return sorted(found, key=lambda item: _place(item.where)) if api is Format.MESSAGES else found
+
+
+def counts(body: Json, found: list[MediaItem]) -> dict[str, int]:
+    """Return how many items a renderer must have found, by modality."""
+    asked = {str(kind): sum(item.kind is kind for item in found) for kind in ENCODED}
+    if has_sound_in_video(body):
+        asked[Kind.AUDIO] += asked[Kind.VIDEO]
+    return asked
+
+
+def has_sound_in_video(body: Json) -> bool:
+    """Say whether each video counts as two items, its pictures and its sound, whose tokens are interleaved."""
+    kwargs = body.get("mm_processor_kwargs")
+    return isinstance(kwargs, dict) and bool(kwargs.get("use_audio_in_video"))
+
+
+def _of_item(api: Format, item: Item, part: Any) -> MediaItem:
+    name = part.get("uuid")
+    same = (item.kind, name, item.url if item.inline is None else item.inline.payload)
+    if api is Format.MESSAGES and item.kind in _URL_PARTS:
+        url = item.url if item.inline is None else write(*item.inline)
+        key = _URL_PARTS[item.kind]
+        part = {"type": key, key: {"url": url}}
+    return MediaItem(item.where, item.type, item.kind, part, same)
+
+
+def _kind_of(part: Json) -> Kind | None:
+    """Return the kind of a part that holds no URL and no data: tensors, or a name that a worker knows."""
+    part_type = part.get("type")
+    if part_type in _EMBEDS:
+        return _EMBEDS[part_type]
+    if part.get("uuid") is None and part_type is not None:
+        return None
+    return next((kind for key, kind in _BY_NAME.items() if key == part_type or key in part), None)
+
+
+def _place(where: str) -> tuple[int, bool]:
+    """Return the number of a part's message, and whether it is the message's own rather than a tool result's."""
+    match = _IN_MESSAGE.match(where)
+    return (int(match[1]), not match[2]) if match else (-1, True)
