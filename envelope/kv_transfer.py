@@ -77,6 +77,8 @@ def read_handover(connector: KvConnector, reply: Any) -> Json | None:
     """
     if not isinstance(reply, dict):
         raise HandoverMissing("not_an_object", "the answer is not a JSON object")
+    if reply.get("error"):
+        raise HandoverMissing("error", "the answer tells of an error, although its status does not")
     finish = _finish_reason(reply)
     if finish is not None and finish not in _GOOD_FINISH:
         raise HandoverMissing("bad_finish", f"prefill ended with finish_reason {finish!r}")

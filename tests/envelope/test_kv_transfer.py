@@ -55,6 +55,11 @@ MISSING = {
     "a text": (reply("x"), "absent", ABSENT),
     "no object": ([reply()], "not_an_object", "the answer is not a JSON object"),
     "nothing at all": (None, "not_an_object", "the answer is not a JSON object"),
+    "an error under a 200": (
+        {"error": {"message": "no"}, "kv_transfer_params": HANDOVER},
+        "error",
+        "the answer tells of an error, although its status does not",
+    ),
     "aborted": (reply(None, "abort"), "bad_finish", "prefill ended with finish_reason 'abort'"),
     "aborted with params": (reply(HANDOVER, "abort"), "bad_finish", "prefill ended with finish_reason 'abort'"),
     "an unknown finish": (reply(HANDOVER, "repetition"), "bad_finish", "prefill ended with finish_reason 'repetition'"),
@@ -97,7 +102,7 @@ WHOLE = {
     "no choices": {"choices": [], "kv_transfer_params": HANDOVER},
     "choices of another kind": {"choices": ["x"], "kv_transfer_params": HANDOVER},
     "no finish told": {"choices": [{}], "kv_transfer_params": HANDOVER},
-    "responses and messages have none": {"status": "incomplete", "kv_transfer_params": HANDOVER},
+    "responses and messages have none": {"status": "incomplete", "error": None, "kv_transfer_params": HANDOVER},
 }
 
 
@@ -132,7 +137,13 @@ def test_shared_storage_hands_nothing_over(params: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "reason"), [(reply(None, "abort"), "bad_finish"), ("x", "not_an_object"), (None, "not_an_object")]
+    ("answer", "reason"),
+    [
+        (reply(None, "abort"), "bad_finish"),
+        ({"status": "failed", "error": {"message": "no"}}, "error"),
+        ("x", "not_an_object"),
+        (None, "not_an_object"),
+    ],
 )
 def test_shared_storage_still_needs_a_prefill_that_ended_well(answer: Any, reason: str) -> None:
     with pytest.raises(HandoverMissing) as caught:

@@ -148,6 +148,15 @@ async def test_only_the_two_flags_of_a_handover_may_change(coordinator, fleet, s
     assert sent["kv_transfer_params"] == WHOLE
 
 
+async def test_an_error_under_a_200_is_no_prefill_where_nothing_is_handed_over_either(coordinator, fleet_of, legs):
+    """L10: with shared storage the answer itself is all there is to look at."""
+    fleet = await fleet_of(settings=Settings(connector=False))
+    at = await coordinator(fleet, pipeline={"kv_connector": "kv-shared-storage"})
+    fleet.prefill.behave.next(Fault(canned=Canned(200, '{"error": {"message": "secret"}}')))
+    got = await at.chat()
+    assert (got.status, b"secret" in got.raw, legs(fleet.decode)) == (502, False, [])
+
+
 @pytest.mark.parametrize("shape", ["openai", "text", "derender"])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_prompt_that_is_answered_with_an_end_token_still_hands_over(coordinator, fleet, legs, shape, stream):
