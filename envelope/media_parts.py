@@ -29,15 +29,13 @@ class Item(NamedTuple):
     Attributes:
         where: the path of its part, such as ``messages[0].content[1]``.
         type: the part's type.
-        url: where it is to be fetched from; None where it is inline.
-        inline: what stands in the body; None where it is to be fetched.
+        source: the URL that it is to be fetched from, or what stands in the body.
     """
 
     where: str
     type: str
     kind: Kind
-    url: str | None = None
-    inline: Inline | None = None
+    source: str | Inline
 
     def wrong(self, why: str) -> BadRequest:
         return wrong(self.where, self.type, why)
@@ -141,9 +139,9 @@ def _located(where: str, part_type: str, kind: Kind, url: Any, part: Json) -> li
     if not isinstance(url, str) or not url:
         raise wrong(where, part_type, "its URL must be a text")
     if not is_data_uri(url):
-        return [Item(where, part_type, kind, url=url)]
+        return [Item(where, part_type, kind, url)]
     try:
-        return [Item(where, part_type, kind, inline=parse(url))]
+        return [Item(where, part_type, kind, parse(url))]
     except ValueError as error:
         raise wrong(where, part_type, str(error)) from None
 
@@ -155,7 +153,7 @@ def _input_audio(where: str, part_type: str, part: Json) -> list[Item]:
         return []
     if not isinstance(data, str) or not isinstance(named, str) or not _AUDIO_FORMAT.fullmatch(named):
         raise wrong(where, part_type, "input_audio must be an object with data (base64) and format, such as wav")
-    return [Item(where, part_type, Kind.AUDIO, inline=Inline(f"audio/{named.lower()}", data))]
+    return [Item(where, part_type, Kind.AUDIO, Inline(f"audio/{named.lower()}", data))]
 
 
 def _file(where: str, part_type: str, data: Any) -> Item:
@@ -164,7 +162,7 @@ def _file(where: str, part_type: str, data: Any) -> Item:
         raise wrong(where, part_type, "file_data must be a text")
     if is_data_uri(data):
         return _located(where, part_type, Kind.DOCUMENT, data, {})[0]
-    return Item(where, part_type, Kind.DOCUMENT, inline=Inline("application/pdf", data))
+    return Item(where, part_type, Kind.DOCUMENT, Inline("application/pdf", data))
 
 
 def _sourced(where: str, part_type: str, part: Json) -> list[Item]:
@@ -181,7 +179,7 @@ def _sourced(where: str, part_type: str, part: Json) -> list[Item]:
         media_type, data = source.get("media_type"), source.get("data")
         if not isinstance(media_type, str) or not isinstance(data, str):
             raise wrong(where, part_type, "a base64 source must have media_type and data")
-        return [Item(where, part_type, kind, inline=Inline(media_type.lower(), data))]
+        return [Item(where, part_type, kind, Inline(media_type.lower(), data))]
     if kind is Kind.DOCUMENT and form in ("text", "content"):
         return []
     raise wrong(where, part_type, "its source must be of type url or base64")

@@ -107,10 +107,10 @@ class ReplaceMediaUrls:
         budget = _Budget(self._total_bytes)
         wanted: dict[tuple[Kind, str], list[Item]] = {}
         for item in found:
-            if item.inline is not None:
-                budget.spend(item, _inline_bytes(item, item.inline))
-            elif item.url is not None:
-                wanted.setdefault((item.kind, item.url), []).append(item)
+            if isinstance(item.source, str):
+                wanted.setdefault((item.kind, item.source), []).append(item)
+            else:
+                budget.spend(item, _inline_bytes(item, item.source))
         if wanted:
             ctx.body = with_media(ctx.api, ctx.body, await self._fetch_all(upstream.media, wanted, budget))
         return "ok"

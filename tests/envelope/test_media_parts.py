@@ -81,12 +81,12 @@ def test_a_url_is_found_and_replaced_in_a_copy(api: Format, part: Any, kind: Kin
     body = body_of(api, part)
     before = copy.deepcopy(body)
     (item,) = items(api, body)
-    assert (item.kind, item.url, item.inline) == (kind, URL, None)
+    assert (item.kind, item.source) == (kind, URL)
     assert item.where.startswith(where(api))
     assert with_media(api, body, FETCHED) == body_of(api, new)
     assert body == before
     (item,) = items(api, with_media(api, body, FETCHED))
-    assert (item.url, item.inline) == (None, FETCHED[kind, URL])
+    assert item.source == FETCHED[kind, URL]
 
 
 @pytest.mark.parametrize(("api", "part", "kind", "new"), REPLACED)
@@ -113,7 +113,7 @@ INLINE: list[tuple[Format, dict[str, Any], Kind, Inline]] = [
 def test_what_is_inline_is_found_and_stays(api: Format, part: Any, kind: Kind, inline: Inline) -> None:
     body = body_of(api, part)
     (item,) = items(api, body)
-    assert (item.kind, item.url, item.inline) == (kind, None, inline)
+    assert (item.kind, item.source) == (kind, inline)
     assert with_media(api, body, FETCHED) is body
 
 
@@ -210,7 +210,7 @@ def test_what_cannot_be_handled_is_refused_by_name(api: Format, part: Any, named
 def test_media_come_in_the_order_in_which_they_stand() -> None:
     parts = [{"type": "image_url", "image_url": {"url": f"http://a.example/{i}"}} for i in range(3)]
     body = {"messages": [{"content": parts[:2]}, {"content": parts[2:]}]}
-    assert [item.url for item in items(CHAT, body)] == [f"http://a.example/{i}" for i in range(3)]
+    assert [item.source for item in items(CHAT, body)] == [f"http://a.example/{i}" for i in range(3)]
 
 
 def test_a_part_with_several_urls_keeps_none() -> None:
