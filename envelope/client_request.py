@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from envelope import responses
+from envelope import features, responses
 from envelope.errors import BadRequest
 from envelope.formats import Format
 from envelope.json_codec import dumps
@@ -24,8 +24,16 @@ _INT64 = 2**63
 _SALT_LENGTH = 128
 _SALT_REFUSED = "@/\\\0"
 _MEDIA_PARTS = frozenset(
-    ("image_url", "input_audio", "audio_url", "video_url", "image", "audio", "video", "image_pil")
-    + ("input_image", "input_file", "file", "document")
+    (
+        *("image_url", "input_audio", "audio_url", "video_url", "image", "audio", "video", "image_pil"),
+        *("image_embeds", "audio_embeds", "video_embeds", "prompt_embeds"),
+        *("input_image", "input_file", "file", "document"),
+    )
+)
+# Where a part says no type, or names media that a worker has in its cache, workers look at its keys.
+_MEDIA_KEYS = (
+    *("image_url", "audio_url", "video_url", "input_audio"),
+    *("image_embeds", "audio_embeds", "video_embeds", "image_pil"),
 )
 
 
@@ -171,6 +179,28 @@ def _check_generate(body: Json) -> None:
     mode = body.get("output_mode")
     if mode not in (None, "tokens", "text", "derender"):
         raise BadRequest(f"output_mode must be tokens, text or derender, not {_shown(mode)}", param="output_mode")
+    _check_features(body)
+
+
+def _check_features(body: Json) -> None:
+    if body.get("features") is None:
+        return
+    if body.get("content_parts"):
+        raise BadRequest(
+            "features and content_parts both say what the prompt's media is; send one of them", param="content_parts"
+        )
+    try:
+        found = features.check(body["features"], len(body["token_ids"]))
+    except features.FeaturesWrong as wrong:
+        raise BadRequest(str(wrong), param=wrong.where) from None
+    for item in found:
+        if item.metadata and not item.tensors:
+            where = f"features.kwargs_data.{item.modality}[{item.index}]"
+            raise BadRequest(
+                f"{where} is missing: an item that has metadata alone needs ec_transfer_params, which are not taken "
+                "from clients; send its tensors",
+                param=where,
+            )
 
 
 def _check_token_ids(ids: list[Any], name: str) -> None:
@@ -191,9 +221,17 @@ def _parts_below(path: str, item: Json) -> Iterator[tuple[str, str]]:
     for key in ("content", "output"):
         for j, part in _objects(item.get(key)):
             inner = f"{path}.{key}[{j}]"
-            if isinstance(part.get("type"), str):
-                yield inner, part["type"]
+            if (kind := _kind(part)) is not None:
+                yield inner, kind
             yield from _parts_below(inner, part)
+
+
+def _kind(part: Json) -> str | None:
+    kind = part.get("type")
+    named = isinstance(kind, str)
+    if not named or part.get("uuid") is not None:
+        kind = next((key for key in _MEDIA_KEYS if key in part), kind)
+    return kind if named or kind in _MEDIA_KEYS else None
 
 
 def _objects(items: Any) -> Iterator[tuple[int, Json]]:

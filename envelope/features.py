@@ -112,16 +112,17 @@ def check_counts(found: list[Feature], asked: Mapping[str, int]) -> None:
 
 
 def normal(features: Json) -> Json:
-    """Return features whose payloads have every modality.
+    """Return rendered features, not checked yet, whose payloads have every modality.
 
     vLLM's renderer leaves a modality out of ``mm_metadata`` where it has none for it, and vLLM's generate route
     refuses that: null for each item says the same.
     """
-    hashes = features["mm_hashes"]
+    hashes = features.get("mm_hashes")
     for name in _PAYLOADS:
         payload = features.get(name)
-        if payload is not None and (missing := hashes.keys() - payload.keys()):
-            features = {**features, name: {**payload, **{key: [None] * len(hashes[key]) for key in missing}}}
+        if isinstance(payload, dict) and isinstance(hashes, dict):
+            nothing = {key: [None] * len(row) for key, row in hashes.items() if isinstance(row, list)}
+            features = {**features, name: {**nothing, **payload}}
     return features
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from envelope.client_request import prompt_token_ids
+from envelope.features import only
 from envelope.formats import Format
 from envelope.generate import DERENDER, TEXT, TOKENS
 from envelope.kv_transfer import put_in_generate, without_transfer_params
@@ -16,6 +17,7 @@ from envelope.sampling import client_sampling, complete
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from envelope.features import Feature
     from envelope.json_codec import Json
 
 # What only decode needs, and the modes a prefill worker may not know.
@@ -59,8 +61,14 @@ _NOT_FOR_PREFILL = _DECODE_ONLY | frozenset(
 
 _CAP_FIELDS = ("max_completion_tokens", "max_output_tokens")
 
+# They change what the media becomes, and so its hash. The generate route knows neither: there the renderer has seen to
+# it, and what they were stays on the leg for whoever reads it.
+_MEDIA_OPTIONS = ("mm_processor_kwargs", "media_io_kwargs")
+
 # Fields of another API's body that the generate route has too, under the same name.
-_SHARED_FIELDS = ("model", "cache_salt", "priority", "return_token_ids")
+_SHARED_FIELDS = ("model", "cache_salt", "priority", "return_token_ids", *_MEDIA_OPTIONS)
+
+_ENCODE_FIELDS = ("model", "cache_salt", "priority", *_MEDIA_OPTIONS)
 
 
 def one_token() -> Json:
@@ -119,12 +127,27 @@ def from_render(rendered: Json, api: Format, body: Json) -> Json:
 
 def from_token_prompt(api: Format, body: Json) -> Json:
     """Return the generate request of a completions client who sent token ids: no renderer is needed."""
-    shared = {name: body[name] for name in _SHARED_FIELDS if body.get(name) is not None}
     return {
-        **shared,
+        **_given(body, _SHARED_FIELDS),
         "token_ids": prompt_token_ids(api, body),
         "sampling_params": client_sampling(api, body),
     }
+
+
+def encode_openai(body: Json, part: Json) -> Json:
+    """Return the encode leg of one piece of media on the chat route, whatever API the client speaks.
+
+    Args:
+        part: the media, as a part of a chat message.
+    """
+    prompt = {"messages": [{"role": "user", "content": [part]}]}
+    return one_token_openai(Format.CHAT, {**_given(body, _ENCODE_FIELDS), **prompt})
+
+
+def encode_generate(rendered: Json, item: Feature) -> Json:
+    """Return the encode leg of one item of a rendered prompt on the generate route."""
+    token_ids, features = only(rendered, item)
+    return prefill_reset({**_given(rendered, _ENCODE_FIELDS), "token_ids": token_ids, "features": features})
 
 
 def prefill_generate(generate: Json, kv: Mapping[str, Any]) -> Json:
@@ -188,6 +211,10 @@ def decode_for_generate_client(body: Json, kv: Mapping[str, Any] | None) -> Json
     if body.get("stream") and body.get("output_mode") == DERENDER:
         leg = {key: value for key, value in body.items() if key != "stream_options"} | {"stream": False}
     return put_in_generate(leg, kv)
+
+
+def _given(body: Json, names: tuple[str, ...]) -> Json:
+    return {name: body[name] for name in names if body.get(name) is not None}
 
 
 def _with_openai_kv(api: Format, leg: Json, kv: Mapping[str, Any], token_ids: list[int] | None) -> Json:

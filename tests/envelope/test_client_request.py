@@ -302,6 +302,54 @@ def test_every_output_mode_passes(mode: Any) -> None:
     assert check(GENERATE, body_of(GENERATE, output_mode=mode, stream=True))
 
 
+IMAGE = {
+    "mm_hashes": {"image": ["h"]},
+    "mm_placeholders": {"image": [{"offset": 0, "length": 2}]},
+    "kwargs_data": {"image": ["T"]},
+    "mm_metadata": {"image": ["m"]},
+}
+BY_HASH = {**IMAGE, "kwargs_data": None, "mm_metadata": None}
+
+
+@pytest.mark.parametrize("features", [None, IMAGE, BY_HASH, {**IMAGE, "mm_metadata": None}])
+@pytest.mark.parametrize("content_parts", [None, []])
+def test_a_generate_client_may_render_media_itself(pure: Callable[..., Any], features: Any, content_parts: Any) -> None:
+    body = body_of(GENERATE, features=features, content_parts=content_parts)
+    assert pure(check, GENERATE, body) == body
+
+
+FEATURES: dict[str, tuple[dict[str, Any], str, str]] = {
+    "no object": ({"features": []}, "features must be an object", "features"),
+    "behind the prompt": (
+        {"features": {**IMAGE, "mm_placeholders": {"image": [{"offset": 1, "length": 2}]}}},
+        "features.mm_placeholders.image[0] ends at 3, and the prompt has 2 tokens",
+        "features.mm_placeholders.image[0]",
+    ),
+    "both forms": (
+        {"features": IMAGE, "content_parts": [{"type": "image_url", "url": "data:image/png;base64,AAAA"}]},
+        "features and content_parts both say what the prompt's media is; send one of them",
+        "content_parts",
+    ),
+    "metadata alone": (
+        {"features": {**IMAGE, "kwargs_data": None}},
+        "features.kwargs_data.image[0] is missing: an item that has metadata alone needs ec_transfer_params, which "
+        "are not taken from clients; send its tensors",
+        "features.kwargs_data.image[0]",
+    ),
+    "metadata alone, with params that are dropped": (
+        {"features": {**IMAGE, "kwargs_data": {"image": [None]}}, "ec_transfer_params": {"h": {"peer_host": "a"}}},
+        "features.kwargs_data.image[0] is missing: an item that has metadata alone needs ec_transfer_params, which "
+        "are not taken from clients; send its tensors",
+        "features.kwargs_data.image[0]",
+    ),
+}
+
+
+@pytest.mark.parametrize(("fields", "sentence", "param"), FEATURES.values(), ids=FEATURES)
+def test_features_that_no_worker_could_use_are_refused(fields: dict[str, Any], sentence: str, param: str) -> None:
+    assert refusal(GENERATE, body_of(GENERATE, **fields)) == (sentence, param)
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [("previous_response_id", "r"), ("background", True), ("input", [{"type": "item_reference", "id": "x"}])],
@@ -336,6 +384,13 @@ MEDIA = {
     "a file": ({"messages": parts("file")}, "messages[0].content[0] (file)"),
     "responses' image": ({"input": parts("input_text", "input_image")}, "input[0].content[1] (input_image)"),
     "responses' file": ({"input": parts("input_file")}, "input[0].content[0] (input_file)"),
+    "tensors": ({"messages": parts("image_embeds")}, "messages[0].content[0] (image_embeds)"),
+    "a prompt's own tensors": ({"messages": parts("prompt_embeds")}, "messages[0].content[0] (prompt_embeds)"),
+    "no type": ({"messages": [{"content": [{"text": "x"}, {"video_url": "a"}]}]}, "messages[0].content[1] (video_url)"),
+    "in a worker's cache": (
+        {"messages": [{"content": [{"type": "x", "image_url": None, "uuid": "u"}]}]},
+        "messages[0].content[0] (image_url)"),
+    "a named text": ({"messages": [{"content": [{"type": "text", "text": "x", "uuid": "u"}]}]}, None),
     "in a tool's result": (
         {"messages": [*HI, {"role": "user", "content": [{"type": "tool_result", "content": [{"type": "image"}]}]}]},
         "messages[1].content[0].content[0] (image)"),

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from envelope.features import check
 from envelope.formats import Format
 from envelope.json_codec import dumps, loads
 from envelope.kv_transfer import KV_CONNECTORS
@@ -13,6 +14,8 @@ from envelope.legs import (
     decode_for_generate_client,
     decode_generate,
     decode_openai,
+    encode_generate,
+    encode_openai,
     from_render,
     from_token_prompt,
     mode_for,
@@ -367,3 +370,54 @@ def test_usage_is_asked_for_where_the_client_or_the_envelope_needs_it(
     pure: Callable[..., Any], api: Format, body: Any, counted: bool, options: Any
 ) -> None:
     assert pure(stream_options, api, body, counted=counted) == options
+
+
+PNG = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA", "detail": "low"}}
+OPTIONS = {"mm_processor_kwargs": {"max_pixels": 10}, "media_io_kwargs": {"video": {"num_frames": 4}}}
+
+
+def test_an_encode_leg_on_the_chat_route_is_one_part_and_what_changes_its_hash(pure: Callable[..., Any]) -> None:
+    body = {
+        **EXTRAS, **SHAPES, **OPTIONS, "stream": True, "max_completion_tokens": 50,
+        "messages": [*HI, {"role": "user", "content": [{"type": "text", "text": "and?"}, PNG]}],
+    }  # fmt: skip
+    alone = {"messages": [{"role": "user", "content": [PNG]}], "max_tokens": 1, "stream": False, "ignore_eos": True}
+    kept = {"model": "lora-7", "cache_salt": "s", "priority": 3, **OPTIONS}
+    assert pure(encode_openai, body, PNG) == {**alone, **kept}
+    assert pure(encode_openai, {"messages": HI, "model": None, "cache_salt": None}, PNG) == alone
+
+
+def test_an_encode_leg_on_the_generate_route_is_one_item_behind_the_first_token(pure: Callable[..., Any]) -> None:
+    rendered = {
+        "request_id": "chatcmpl-1", "token_ids": [5, 6, 91, 91, 7, 91, 91, 91], "model": "m", "cache_salt": "s",
+        "priority": 0, "sampling_params": {"max_tokens": 50, "stop": ["x"]}, "parse_context": {}, "stream": True,
+        "reasoning_ended": True, **OPTIONS,
+        "features": {
+            "mm_hashes": {"image": ["h1", "h2"]},
+            "mm_placeholders": {"image": [{"offset": 2, "length": 2}, {"offset": 5, "length": 3}]},
+            "kwargs_data": {"image": ["T1", "T2"]},
+            "mm_metadata": None,
+        },
+    }  # fmt: skip
+    second = check(rendered["features"], 8)[1]
+    assert pure(encode_generate, rendered, second) == {
+        "token_ids": [5, 91, 91, 91],
+        "features": {
+            "mm_hashes": {"image": ["h2"]},
+            "mm_placeholders": {"image": [{"offset": 1, "length": 3}]},
+            "kwargs_data": {"image": ["T2"]},
+            "mm_metadata": None,
+        },
+        "sampling_params": one_token(),
+        "output_mode": "tokens",
+        "stream": False,
+        "model": "m",
+        "cache_salt": "s",
+        "priority": 0,
+        **OPTIONS,
+    }
+
+
+def test_what_changes_media_stays_on_a_generate_leg() -> None:
+    rendered = {"token_ids": [1], "sampling_params": {}}
+    assert from_render(rendered, CHAT, {"messages": HI, **OPTIONS}).items() >= OPTIONS.items()
