@@ -95,9 +95,9 @@ def has_sound_in_video(body: Json) -> bool:
 
 def _of_item(api: Format, item: Item, part: Any) -> MediaItem:
     name = part.get("uuid")
-    same = (item.kind, name, item.url if item.inline is None else item.inline.payload)
+    same = (item.kind, name, item.source if isinstance(item.source, str) else item.source.payload)
     if api is Format.MESSAGES and item.kind in _URL_PARTS:
-        url = item.url if item.inline is None else write(*item.inline)
+        url = item.source if isinstance(item.source, str) else write(*item.source)
         key = _URL_PARTS[item.kind]
         part = {"type": key, key: {"url": url}}
     return MediaItem(item.where, item.type, item.kind, part, same)
