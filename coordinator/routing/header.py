@@ -12,7 +12,7 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 from coordinator.routing.router import Worker
-from coordinator.units import parse_base_url
+from coordinator.units import origin, parse_base_url
 from envelope.errors import BadRequest, Forbidden
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class HeaderRouter:
     ) -> None:
         self._header = header
         self._allow = tuple(allow)
-        self._never = frozenset(never)
+        self._never = frozenset(map(origin, never))
         self._required = required
         self._workers: OrderedDict[str, Worker] = OrderedDict()
 
@@ -50,13 +50,16 @@ class HeaderRouter:
         named = self._named(ctx)
         if not named and self._required:
             raise self._none_named()
-        return bool(named) and named[0] not in self._never
+        return bool(named) and origin(named[0]) not in self._never
 
     def pick(self, ctx: RequestContext, tried: Sequence[Worker] = ()) -> Worker | None:
         named = self._named(ctx)
         if not named:
             raise self._none_named()
-        url = next((url for url in named if all(worker.url != url for worker in tried)), None)
+        left = (url for url in named if all(worker.url != url for worker in tried))
+        if not self._required:
+            left = (url for url in left if origin(url) not in self._never)
+        url = next(left, None)
         return None if url is None else self._worker(url)
 
     def known(self) -> tuple[Worker, ...]:

@@ -109,10 +109,35 @@ def test_only_a_worker_of_the_allow_list_is_called(allow: list[str], value: str,
         assert caught.value.message == f"{HEADER} names a worker outside the allow-list"
 
 
-def test_a_worker_that_does_the_next_leg_is_no_worker_of_this_one() -> None:
-    made = router(never=["http://127.0.0.1:8200"])
-    assert made.serves(named("127.0.0.1:8200")) is False
+# (the worker of the next leg as the file has it, as the header has it)
+SPELLINGS = [
+    ("http://127.0.0.1:8200", "127.0.0.1:8200"),
+    ("http://127.0.0.1", "127.0.0.1:80"),
+    ("http://127.0.0.1:80", "127.0.0.1"),
+    ("https://127.0.0.1", "https://127.0.0.1:443"),
+    ("http://[::1]", "[::1]:80"),
+]
+
+
+@pytest.mark.parametrize(("url", "value"), SPELLINGS)
+def test_a_worker_that_does_the_next_leg_is_no_worker_of_this_one(url: str, value: str) -> None:
+    """It would fetch blocks from itself, however it is spelled."""
+    made = router(never=[url])
+    assert made.serves(named(value)) is False
     assert made.serves(named("127.0.0.1:8201")) is True
+
+
+def test_nor_is_it_when_the_first_that_is_named_has_failed() -> None:
+    made, ctx = router(never=["http://127.0.0.1:8200"]), named("127.0.0.1:8201,127.0.0.1:8200")
+    first = made.pick(ctx)
+    assert first is not None and first.url == "http://127.0.0.1:8201"
+    assert made.pick(ctx, [first]) is None
+
+
+def test_a_leg_that_cannot_be_left_out_goes_where_it_is_named() -> None:
+    made = router(never=["http://127.0.0.1:8200"], required=True)
+    worker = made.pick(named("127.0.0.1:8200"))
+    assert worker is not None and worker.url == "http://127.0.0.1:8200"
 
 
 def test_a_worker_is_remembered_for_its_count_and_the_oldest_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
