@@ -26,17 +26,13 @@ MAX_MODEL_LEN = 4096
 BLOCK_TOKENS = 32  # NIXL on CPUs takes multiples of 32 only
 
 # Set by the kernel, so that a test run that is killed leaves no server behind to hold both cores.
-_DIE_WITH_PARENT = (
-    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execvp(sys.argv[1], sys.argv[1:])"
-)
+_DIE_WITH_PARENT = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execvp(sys.argv[1], sys.argv[1:])"
 
 
 class Process:
     """A server process, with its URL and its log."""
 
-    def __init__(
-        self, name: str, command: list[str], port: int, log: Path, env: dict[str, str] | None = None
-    ):
+    def __init__(self, name: str, command: list[str], port: int, log: Path, env: dict[str, str] | None = None):
         self.name = name
         self.url = f"http://127.0.0.1:{port}"
         self.log = log
