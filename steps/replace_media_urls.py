@@ -111,6 +111,7 @@ class ReplaceMediaUrls:
                 wanted.setdefault((item.kind, item.source), []).append(item)
             else:
                 budget.spend(item, _inline_bytes(item, item.source))
+                await asyncio.sleep(0)  # megabytes were looked at, and streams of others wait
         if wanted:
             ctx.body = with_media(ctx.api, ctx.body, await self._fetch_all(upstream.media, wanted, budget))
         return "ok"

@@ -58,6 +58,12 @@ def test_the_frames_of_a_video_add_up() -> None:
     assert decoded_bytes(Kind.VIDEO, Inline("video/jpeg", f"{PNG},{PNG}")) == 8
 
 
+def test_a_video_of_very_many_frames_is_refused_before_they_are_listed() -> None:
+    assert decoded_bytes(Kind.VIDEO, Inline("video/jpeg", ",".join([PNG] * 4096))) == 4 * 4096
+    with pytest.raises(ValueError, match="it is a video of more than 4096 frames"):
+        decoded_bytes(Kind.VIDEO, Inline("video/jpeg", "," * 4096))
+
+
 @pytest.mark.parametrize(
     "payload",
     ["AAA", "AAAA=", "AA=A", "====", "A A A A ", "AAAA\n", "AA-_", "é", "AAAA,AAAA", "AAAA%3D", "\ud800AAA"],
