@@ -215,6 +215,7 @@ def _workers(
 
 async def serve(config: Config) -> None:
     """Run until SIGTERM or SIGINT: then refuse new requests, let the running ones end, and stop."""
+    signals = _signals()
     app = build(config)
     front, server = app[FRONT], config.server
     runner = Runner(app, server.max_header_size)
@@ -225,7 +226,7 @@ async def serve(config: Config) -> None:
         await web.TCPSite(runner, listen.host, listen.port, backlog=2048).start()
         for host, port, *_ in runner.addresses:
             log.info("listening", extra={"fields": {"address": f"{host}:{port}"}})
-        await _until_stopped(front, server.shutdown_timeout)
+        await _until_stopped(front, signals, server.shutdown_timeout)
     finally:
         await runner.cleanup()
         if extra is not None:
@@ -244,11 +245,16 @@ async def _metrics_site(config: Config, front: Front) -> web.AppRunner | None:
     return runner
 
 
-async def _until_stopped(front: Front, shutdown_timeout_s: float) -> None:
-    """Wait for a signal and then for the requests in flight; a second signal ends the waiting."""
+def _signals() -> asyncio.Queue[int]:
+    """Return the signals to stop, as they come; from here on they no longer end the process by themselves."""
     loop, signals = asyncio.get_running_loop(), asyncio.Queue[int]()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, signals.put_nowait, number)
+    return signals
+
+
+async def _until_stopped(front: Front, signals: asyncio.Queue[int], shutdown_timeout_s: float) -> None:
+    """Wait for a signal and then for the requests in flight; a second signal ends the waiting."""
     await signals.get()
     front.draining = True
     log.info("draining", extra={"fields": {"in_flight": front.in_flight}})
