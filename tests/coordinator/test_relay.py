@@ -1,0 +1,101 @@
+"""The pump: one read, one feed, one write, and the first content is told of once it has been written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from coordinator.relay import pump
+from envelope.errors import LegFailed
+
+
+class Source:
+    """A worker's stream that gives these bytes, then perhaps an error. Part of ``LiveStream``."""
+
+    def __init__(self, log: list[Any], *parts: bytes, error: Exception | None = None) -> None:
+        self._log, self._parts, self._error = log, list(parts), error
+
+    async def read(self) -> bytes:
+        self._log.append("read")
+        if not self._parts and self._error is not None:
+            raise self._error
+        return self._parts.pop(0) if self._parts else b""
+
+
+class Upper:
+    """A shape: upper case, ``.`` held back until the end, content is whatever is no ``r``. Implements ``Shape``."""
+
+    usage = error = None
+    content_seen = False
+
+    def __init__(self, closing: Exception | None = None) -> None:
+        self._held, self._closing = b"", closing
+
+    def feed(self, data: bytes) -> bytes:
+        if data == b".":
+            self._held += data
+            return b""
+        self.content_seen = self.content_seen or data != b"r"
+        return data.upper()
+
+    def close(self) -> bytes:
+        if self._closing is not None:
+            raise self._closing
+        return self._held
+
+
+class Sink:
+    def __init__(self, log: list[Any], error: Exception | None = None) -> None:
+        self._log, self._error = log, error
+
+    async def write(self, data: bytes) -> None:
+        if self._error is not None:
+            raise self._error
+        self._log.append(data)
+
+
+async def pumped(*parts: bytes, shape: Upper | None = None, **ends: Any) -> list[Any]:
+    """Return what happened, in its order."""
+    log: list[Any] = ends.pop("log", [])
+    await pump(
+        Source(log, *parts, error=ends.get("source")),  # type: ignore[arg-type]
+        shape or Upper(),
+        Sink(log, ends.get("sink")),
+        lambda: log.append("content"),
+    )
+    return log
+
+
+async def test_each_read_is_written_before_the_next_one_is_made() -> None:
+    assert await pumped(b"r", b"a", b"b") == ["read", b"R", "read", b"A", "content", "read", b"B", "read"]
+
+
+async def test_first_content_is_told_once_right_after_it_was_written() -> None:
+    log = await pumped(b"r", b"a", b"b")
+    assert log.count("content") == 1
+    assert log.index("content") == log.index(b"A") + 1
+
+
+async def test_what_a_shape_holds_back_is_not_written_and_comes_at_the_end() -> None:
+    assert await pumped(b"a", b".", b"b") == ["read", b"A", "content", "read", "read", b"B", "read", b"."]
+
+
+async def test_a_stream_without_content_tells_of_none() -> None:
+    assert await pumped(b"r") == ["read", b"R", "read"]
+    assert await pumped() == ["read"]
+
+
+@pytest.mark.parametrize("ends", [{"source": LegFailed("decode", "x")}, {"shape": Upper(LegFailed("decode", "x"))}])
+async def test_when_it_breaks_off_everything_before_that_has_been_written(ends: dict[str, Any]) -> None:
+    log: list[Any] = []
+    with pytest.raises(LegFailed):
+        await pumped(b"a", b"b", log=log, **ends)
+    assert [item for item in log if isinstance(item, bytes)] == [b"A", b"B"]
+
+
+async def test_a_client_who_is_gone_stops_the_reading() -> None:
+    log: list[Any] = []
+    with pytest.raises(ConnectionError):
+        await pumped(b"a", b"b", log=log, sink=ConnectionResetError())
+    assert log == ["read"]
