@@ -24,6 +24,9 @@ _SCALE_OUT_PATHS = frozenset((PATHS[Format.GENERATE], *RENDER_PATHS.values()))
 
 _SCALE_OUT_HINT = "vllm serve needs --enable-scale-out for this route (vLLM 0.30 and later)"
 
+# What a handler says of a model that it does not serve, in OpenAI's words and in Anthropic's.
+_UNKNOWN_MODEL = ("NotFoundError", "not_found_error")
+
 
 def refusal(leg: Leg, status: int, headers: Mapping[str, str], raw: bytes) -> LegError:
     """Return the error that a worker's answer with a status outside 2xx stands for."""
@@ -76,7 +79,7 @@ def _queue_full(leg: Leg, raw: bytes) -> bool:
 def _our_fault(leg: Leg, status: int, error: dict[str, Any] | None) -> str | None:
     if status == 403 and leg.path in _SCALE_OUT_PATHS:
         return _SCALE_OUT_HINT
-    if status in (404, 405) and (error is None or error.get("type") != "NotFoundError"):
+    if status in (404, 405) and (error is None or error.get("type") not in _UNKNOWN_MODEL):
         asked = f"it has no such route: is this the right server for {leg.role}?"
         return f"{asked} {_SCALE_OUT_HINT}" if leg.path in _SCALE_OUT_PATHS else asked
     if status == 412:
