@@ -1,0 +1,192 @@
+"""explain tells the exact legs that a request would make, without sending anything."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from coordinator import registry
+from coordinator.app import links, routing_headers
+from coordinator.cli import NoEvents
+from coordinator.config import load
+from coordinator.explain import STAND_IN_HANDOVER, STAND_IN_TOKENS, SentLeg, explain, guess_api
+from envelope.errors import BadRequest, Forbidden
+from envelope.formats import Format
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+HI = [{"role": "user", "content": "hi"}]
+CHAT = {"model": "m", "messages": HI, "max_tokens": 50, "seed": 2**53 + 1, "stream": True}
+GENERATE = {"model": "m", "token_ids": [1, 2], "sampling_params": {"max_tokens": 5}, "output_mode": "derender"}
+
+RENDER = {"type": "render", "params": {"address": "http://r:8000"}}
+POOLS = {"prefill": {"endpoints": ["http://p:8000"]}, "decode": {"endpoints": ["http://d:8000"]}}
+ONE = {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True}
+ASK = {"do_remote_decode": True, "do_remote_prefill": False}
+ASK_BOTH = {"kv_transfer_params": ASK, "sampling_params": {**ONE, "extra_args": {"kv_transfer_params": ASK}}}
+
+Legs = list[SentLeg]
+
+
+@pytest.fixture
+def legs(tmp_path: Path) -> Callable[..., Any]:
+    """Return the legs of a request in a configuration; nothing that went in may have changed."""
+
+    async def made(body: Any, *steps: Any, api: Format = Format.CHAT, headers: Any = (), **sections: Any) -> Legs:
+        pipeline = {"kv_connector": "kv-nixl", **sections.pop("pipeline", {}), "steps": [*steps]}
+        tree = {"pools": POOLS, **sections, "pipeline": pipeline}
+        file = tmp_path / "pd.yaml"
+        file.write_text(json.dumps(tree))
+        config = load(str(file), {})
+        built = registry.build(config, NoEvents())
+        before = copy.deepcopy(body)
+        sent = await explain(
+            built, links(config, built), NoEvents(), api, body, tuple(headers), routing_headers(config)
+        )
+        assert repr(body) == repr(before)
+        return sent
+
+    return made
+
+
+def told(sent: Legs) -> list[tuple[str, str, str, Any]]:
+    return [(leg.step, leg.method, leg.url, leg.body) for leg in sent]
+
+
+async def test_in_openai_format_both_legs_go_to_the_client_s_own_route(legs: Any) -> None:
+    one = {"model": "m", "messages": HI, "max_tokens": 1, "seed": 2**53 + 1, "stream": False, "ignore_eos": True}
+    assert told(await legs(CHAT, {"type": "prefill"}, {"type": "decode"})) == [
+        ("prefill", "POST", "http://p:8000/v1/chat/completions", {**one, "kv_transfer_params": ASK}),
+        ("decode", "POST", "http://d:8000/v1/chat/completions", {**CHAT, "kv_transfer_params": STAND_IN_HANDOVER}),
+    ]
+
+
+async def test_tokens_in_the_client_s_body_goes_to_render_and_its_answer_to_the_generate_route(legs: Any) -> None:
+    decode = {"type": "decode", "params": {"output_mode": "text", "wrap": "all"}}
+    sent = await legs(CHAT, RENDER, {"type": "prefill"}, decode, pipeline={"use_openai_format": False})
+    rendered = {"token_ids": STAND_IN_TOKENS, "model": "m", "request_id": sent[1].body["request_id"]}
+    params = {"seed": 2**53 + 1, "max_tokens": 50, "output_kind": 2}
+    assert told(sent) == [
+        ("render", "POST", "http://r:8000/v1/chat/completions/render", CHAT),
+        ("prefill", "POST", "http://p:8000/inference/v1/generate",
+         {**rendered, "output_mode": "tokens", "stream": False, **ASK_BOTH}),
+        ("decode", "POST", "http://d:8000/inference/v1/generate",
+         {**rendered, "output_mode": "text", "stream": True, "stream_options": {"include_usage": True},
+          "parse_context": {}, "kv_transfer_params": STAND_IN_HANDOVER,
+          "sampling_params": {**params, "extra_args": {"kv_transfer_params": STAND_IN_HANDOVER}}}),
+    ]  # fmt: skip
+
+
+async def test_a_generate_client_s_body_goes_on_as_it_is(legs: Any) -> None:
+    extra = {"kv_transfer_params": STAND_IN_HANDOVER}
+    handed = {**extra, "sampling_params": {"max_tokens": 5, "extra_args": extra}}
+    assert told(await legs(GENERATE, {"type": "prefill"}, {"type": "decode"}, api=Format.GENERATE)) == [
+        ("prefill", "POST", "http://p:8000/inference/v1/generate",
+         {"model": "m", "token_ids": [1, 2], "output_mode": "tokens", "stream": False, **ASK_BOTH}),
+        ("decode", "POST", "http://d:8000/inference/v1/generate", {**GENERATE, **handed}),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_probe_is_told_as_a_miss_so_that_the_rest_is_told_too(legs: Any, stream: bool) -> None:
+    body = {**CHAT, "stream": stream}
+    sent = await legs(body, {"type": "conditional-decode"}, {"type": "prefill"}, {"type": "decode"})
+    assert [leg.step for leg in sent] == ["conditional-decode", "prefill", "decode"]
+    assert (sent[0].body, ("Prefer", "if-available") in sent[0].headers) == (body, True)
+
+
+BODIES = {
+    Format.COMPLETIONS: {"model": "m", "prompt": "hi"},
+    Format.RESPONSES: {"model": "m", "input": "hi"},
+    Format.MESSAGES: {"model": "m", "messages": HI, "max_tokens": 9},
+}
+
+
+@pytest.mark.parametrize("openai", [True, False])
+@pytest.mark.parametrize("api", BODIES)
+async def test_every_api_can_be_told_in_both_formats(legs: Any, api: Format, openai: bool) -> None:
+    steps = [RENDER, {"type": "prefill"}, {"type": "decode"}]
+    sent = await legs(BODIES[api], *steps, api=api, pipeline={"use_openai_format": openai})
+    assert [leg.step for leg in sent] == ["render", "prefill", "decode"]
+
+
+async def test_every_leg_has_the_client_s_headers_and_ours(legs: Any) -> None:
+    headers = [("Authorization", "Bearer sk-1"), ("X-Request-Id", "r1"), ("X-Tag", "a"), ("Host", "x"),
+               ("Connection", "close"), ("EPP-Profile", "x")]  # fmt: skip
+    sent = await legs(CHAT, {"type": "prefill"}, {"type": "decode"}, headers=headers)
+    for leg, accept in zip(sent, ("application/json", "text/event-stream"), strict=True):
+        *others, (name, leg_id) = leg.headers
+        assert others == [
+            ("Content-Type", "application/json"),
+            ("Authorization", "Bearer sk-1"),
+            ("X-Tag", "a"),
+            ("Accept", accept),
+            ("Accept-Encoding", "identity"),
+        ]
+        assert name == "X-Request-Id"
+        assert leg_id.startswith("r1-")
+
+
+async def test_without_a_request_id_the_example_has_one(legs: Any) -> None:
+    (leg,) = await legs(CHAT, {"type": "decode"}, pools=None, gateway={"address": "http://g"})
+    assert dict(leg.headers)["X-Request-Id"].startswith("example-")
+    assert (leg.url, dict(leg.headers)["EPP-Profile"]) == ("http://g/v1/chat/completions", "decode")
+
+
+SIDECAR = {"prefill": {"header": "X-Prefiller-Host-Port", "allow": ["10.0.0.0/8"]}, "decode": POOLS["decode"]}
+
+
+NAMED = (("x-prefiller-HOST-port", "10.0.0.1:8000"),)
+
+
+@pytest.mark.parametrize(("headers", "steps"), [((), ["decode"]), (NAMED, ["prefill", "decode"])])
+async def test_a_header_that_names_a_worker_is_read_and_not_sent(legs: Any, headers: Any, steps: list[str]) -> None:
+    sent = await legs(CHAT, {"type": "prefill"}, {"type": "decode"}, headers=headers, pools=SIDECAR)
+    assert [leg.step for leg in sent] == steps
+    assert all("prefiller" not in name.lower() for leg in sent for name, _ in leg.headers)
+    if headers:
+        assert sent[0].url == "http://10.0.0.1:8000/v1/chat/completions"
+
+
+async def test_what_would_be_refused_is_refused(legs: Any) -> None:
+    with pytest.raises(BadRequest, match="max_tokens"):
+        await legs({**CHAT, "max_tokens": 0}, {"type": "decode"}, pools={"decode": POOLS["decode"]})
+    with pytest.raises(Forbidden):
+        await legs(CHAT, {"type": "prefill"}, {"type": "decode"}, pools=SIDECAR,
+                   headers=[("x-prefiller-host-port", "192.0.2.1:8000")])  # fmt: skip
+
+
+async def test_transfer_params_of_a_client_are_not_in_it(legs: Any) -> None:
+    (leg,) = await legs({**CHAT, "kv_transfer_params": {"a": 1}}, {"type": "decode"}, pools={"decode": POOLS["decode"]})
+    assert leg.body == CHAT
+
+
+GUESSES = [
+    ({"token_ids": [1]}, Format.GENERATE),
+    ({"prompt": "hi"}, Format.COMPLETIONS),
+    ({"input": "hi"}, Format.RESPONSES),
+    ({"messages": []}, Format.CHAT),
+    ({}, Format.CHAT),
+    ([], Format.CHAT),
+]
+
+
+@pytest.mark.parametrize(("body", "api"), GUESSES)
+def test_the_api_is_guessed_from_the_body(body: Any, api: Format) -> None:
+    assert guess_api(body) is api
+
+
+def test_a_leg_is_written_as_json() -> None:
+    leg = SentLeg("decode", "POST", "http://d/x", (("A", "1"), ("A", "2")), {"n": 10**30})
+    assert leg.as_json() == {
+        "step": "decode",
+        "method": "POST",
+        "url": "http://d/x",
+        "headers": [["A", "1"], ["A", "2"]],
+        "body": {"n": 10**30},
+    }
