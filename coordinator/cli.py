@@ -135,9 +135,9 @@ def _explain(args: argparse.Namespace) -> int:
     body = _read_request(args.request)
     api = Format(args.api) if args.api else guess_api(body)
     headers = tuple(_header(text) for text in args.header)
-    routing = routing_headers(config)
+    routing, discard = routing_headers(config), config.pipeline.forward_response_headers
     try:
-        legs = asyncio.run(explain(steps, links(config, steps), NoEvents(), api, body, headers, routing))
+        legs = asyncio.run(explain(steps, links(config, steps), NoEvents(), api, body, headers, routing, discard))
     except ApiError as error:
         print(json.dumps({"error": error.body("")}, indent=2), file=sys.stderr)
         return FAILED

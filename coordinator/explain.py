@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from coordinator.context import RequestContext
-from coordinator.headers import leg_headers, leg_id, upstream_headers
+from coordinator.headers import leg_headers, leg_id, request_id, upstream_headers
 from coordinator.pipeline import Pipeline
 from coordinator.step import Fetched, Reply
 from envelope.client_request import check
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 STAND_IN_TOKENS = [101, 102, 103]
 
+# Stands for a number that only render knows; a worker never sees it.
+STAND_IN_CAP = "<the rest of the context>"
+
 STAND_IN_TYPES = {
     Kind.IMAGE: "image/png",
     Kind.AUDIO: "audio/wav",
@@ -51,6 +54,10 @@ STAND_IN_HANDOVER: Json = {
 }
 
 
+# A terminal is a log, and so is what an operator pastes into a ticket.
+_SECRETS = frozenset(("authorization", "api-key", "x-api-key", "cookie"))
+
+
 @dataclass(frozen=True, slots=True)
 class SentLeg:
     """One leg as it would be sent."""
@@ -62,11 +69,12 @@ class SentLeg:
     body: Json
 
     def as_json(self) -> Json:
+        """Return the leg to be shown: keys are masked, all else is exact."""
         return {
             "step": self.step,
             "method": self.method,
             "url": self.url,
-            "headers": [list(pair) for pair in self.headers],
+            "headers": [[name, _masked(name, value)] for name, value in self.headers],
             "body": self.body,
         }
 
@@ -136,25 +144,27 @@ async def explain(
     body: Any,
     raw_headers: Headers,
     routing_headers: Sequence[str],
+    discard: Sequence[str] = (),
 ) -> list[SentLeg]:
     """Return the legs that a request would make, in their order.
 
     Args:
         raw_headers: the client's headers.
         routing_headers: lower-case names of those that name workers.
+        discard: lower-case names of those that only workers may set.
 
     Raises:
         ApiError: the request would be refused.
     """
     named = {name.lower(): value for name, value in raw_headers}
-    request_id = named.get("x-request-id", "example")
+    client_id = request_id(named.get("x-request-id", "example"))
     clean = without_transfer_params(check(api, body))
     ctx = RequestContext(
-        request_id=request_id,
-        leg_id=leg_id(request_id),
+        request_id=client_id,
+        leg_id=leg_id(client_id),
         api=api,
         body=clean,
-        headers=upstream_headers(raw_headers, frozenset(routing_headers)),
+        headers=upstream_headers(raw_headers, frozenset((*routing_headers, *discard))),
         routing={name: named[name] for name in routing_headers if name in named},
         stream=bool(clean.get("stream")),
     )
@@ -180,9 +190,9 @@ def _stand_in(ctx: RequestContext, leg: Leg) -> Any:
         rendered = {
             "request_id": f"chatcmpl-{ctx.leg_id}",
             "token_ids": STAND_IN_TOKENS,
-            "sampling_params": {**client_sampling(ctx.api, ctx.body), "output_kind": 2},
+            "sampling_params": {"max_tokens": STAND_IN_CAP, **client_sampling(ctx.api, ctx.body), "output_kind": 2},
             "model": ctx.body.get("model"),
-            "parse_context": {} if ctx.api is Format.CHAT else None,
+            "parse_context": {} if ctx.api in (Format.CHAT, Format.MESSAGES) else None,
         }
         return [rendered] if ctx.api is Format.COMPLETIONS else rendered
     if leg.role == "prefill":
@@ -191,3 +201,10 @@ def _stand_in(ctx: RequestContext, leg: Leg) -> Any:
         mode = asked_mode(leg.body) if leg.path == PATHS[Format.GENERATE] else None
         return {"choices": [{"index": 0, "finish_reason": "stop", "text": ""}], "output_mode": mode}
     raise NoWorker(leg.step, f"explain knows no {leg.role} workers")
+
+
+def _masked(name: str, value: str) -> str:
+    if name.lower() not in _SECRETS:
+        return value
+    scheme, blank, _ = value.partition(" ")
+    return f"{scheme} ***" if blank and name.lower() == "authorization" else "***"

@@ -46,8 +46,9 @@ def legs(tmp_path: Path) -> Callable[..., Any]:
         built = registry.build(config, NoEvents())
         before = copy.deepcopy(body)
         sent = await explain(
-            built, links(config, built), NoEvents(), api, body, tuple(headers), routing_headers(config)
-        )
+            built, links(config, built), NoEvents(), api, body, tuple(headers), routing_headers(config),
+            config.pipeline.forward_response_headers,
+        )  # fmt: skip
         assert repr(body) == repr(before)
         return sent
 
@@ -119,6 +120,7 @@ async def test_every_leg_has_the_client_s_headers_and_ours(legs: Any) -> None:
     headers = [("Authorization", "Bearer sk-1"), ("X-Request-Id", "r1"), ("X-Tag", "a"), ("Host", "x"),
                ("Connection", "close"), ("EPP-Profile", "x")]  # fmt: skip
     sent = await legs(CHAT, {"type": "prefill"}, {"type": "decode"}, headers=headers)
+    assert len({leg.headers[-1] for leg in sent}) == 1, "one id for all legs"
     for leg, accept in zip(sent, ("application/json", "text/event-stream"), strict=True):
         *others, (name, leg_id) = leg.headers
         assert others == [
@@ -179,6 +181,42 @@ GUESSES = [
 @pytest.mark.parametrize(("body", "api"), GUESSES)
 def test_the_api_is_guessed_from_the_body(body: Any, api: Format) -> None:
     assert guess_api(body) is api
+
+
+async def test_a_cap_that_only_render_knows_is_said_to_be_that(legs: Any) -> None:
+    body = {"model": "m", "messages": HI}
+    sent = await legs(body, RENDER, {"type": "decode"}, pipeline={"use_openai_format": False},
+                      pools={"decode": POOLS["decode"]})  # fmt: skip
+    assert sent[-1].body["sampling_params"]["max_tokens"] == "<the rest of the context>"
+
+
+async def test_a_header_that_only_workers_may_set_is_not_sent(legs: Any) -> None:
+    sent = await legs(CHAT, {"type": "decode"}, pools={"decode": POOLS["decode"]},
+                      headers=[("X-LLM-D-Disagg-Revision", "7"), ("X", "1")])  # fmt: skip
+    assert [name for name, _ in sent[0].headers if name.startswith("X")] == ["X", "X-Request-Id"]
+
+
+async def test_an_id_that_is_not_safe_is_replaced_as_the_server_does(legs: Any) -> None:
+    (leg,) = await legs(CHAT, {"type": "decode"}, pools={"decode": POOLS["decode"]}, headers=[("X-Request-Id", "a b")])
+    assert " " not in dict(leg.headers)["X-Request-Id"]
+
+
+MASKED = [
+    ("Authorization", "Bearer sk-1", "Bearer ***"),
+    ("authorization", "Basic abc def", "Basic ***"),
+    ("Authorization", "sk-1", "***"),
+    ("X-API-Key", "sk-ant-1", "***"),
+    ("api-key", "sk 1", "***"),
+    ("Cookie", "a=b; c=d", "***"),
+    ("X-Tag", "Bearer of news", "Bearer of news"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "shown"), MASKED)
+def test_keys_are_masked_where_a_leg_is_shown(name: str, value: str, shown: str) -> None:
+    """A terminal is a log."""
+    leg = SentLeg("decode", "POST", "http://d/x", ((name, value),), {})
+    assert (leg.as_json()["headers"], leg.headers) == ([[name, shown]], ((name, value),))
 
 
 def test_a_leg_is_written_as_json() -> None:
