@@ -6,10 +6,9 @@ import asyncio
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import aiohttp
-
 from coordinator.headers import downstream_headers
 from coordinator.verdict import event_error, retryable
+from coordinator.wire import Broken, ConnectFailed
 from envelope.errors import ApiError, LegError, LegFailed, LegTimeout, NoWorker
 from envelope.json_codec import JSONDecodeError, loads_lenient
 from envelope.sse import Events, EventTooLarge, data_of
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from coordinator.context import Headers
     from coordinator.routing.router import Worker
     from coordinator.step import Leg
+    from coordinator.wire import Connection, Pool
 
 _SOON = {"Retry-After": "1"}
 
@@ -29,13 +29,14 @@ _DONE = b"[DONE]"
 class Call:
     """One leg under way: owns its worker's permit and its connection. Implements ``coordinator.context.LiveStream``."""
 
-    def __init__(self, leg: Leg, worker: Worker, attempt: int = 0, begun: float | None = None) -> None:
+    def __init__(self, leg: Leg, worker: Worker, pool: Pool, attempt: int = 0, begun: float | None = None) -> None:
         self.leg = leg
         self.worker = worker
+        self._pool = pool
         self.attempt = attempt
         self.connected = False  # a connection was had, so the worker may have got the request
         self.stale = False  # the connection had been kept, and was dead before any byte of the answer
-        self.response: aiohttp.ClientResponse = None  # type: ignore[assignment]  # set by HttpUpstream._open
+        self.connection: Connection = None  # type: ignore[assignment]  # set by ``open``
         self.began = asyncio.get_running_loop().time()
         first = self.began if begun is None else begun
         self.ends_at = first + leg.limits.request_s if leg.limits.request_s else None
@@ -46,7 +47,28 @@ class Call:
 
     @property
     def headers(self) -> Headers:
-        return downstream_headers(self.response.headers.items())
+        return downstream_headers(self.connection.headers.items())
+
+    async def open(self, head: bytes, body: bytes, *, fresh: bool = False) -> None:
+        """Send the request and wait for the head of the answer.
+
+        Args:
+            fresh: on a new connection.
+
+        Raises:
+            ConnectFailed, Broken: ``stale`` says whether the connection had been kept for too long.
+        """
+        if self.connection is not None:
+            self.connection.close()
+        connect_s = self.leg.limits.connect_s
+        self.connection = connection = await self._pool.acquire(self.worker.url, connect_s, fresh=fresh)
+        self.connected = True
+        connection.send(head, body)
+        try:
+            await connection.head()
+        except Broken:
+            self.stale = connection.reused and not connection.answered
+            raise
 
     @property
     def first_event(self) -> bytes:
@@ -60,7 +82,7 @@ class Call:
         """
         events = Events()
         while True:
-            chunk = await self.response.content.readany()
+            chunk = await self.connection.read()
             if not chunk:
                 raise LegFailed(self.leg.step, "the worker's stream ended before its first event")
             self._head.append(chunk)
@@ -87,9 +109,9 @@ class Call:
             return head
         with mapped(self.leg):
             if self.leg.limits.idle_s is None and self.ends_at is None:
-                return await self.response.content.readany()
+                return await self.connection.read()
             async with asyncio.timeout_at(self._read_by()):
-                return await self.response.content.readany()
+                return await self.connection.read()
 
     async def read_all(self) -> bytes:
         parts = []
@@ -108,8 +130,8 @@ class Call:
             return
         self._closed = True
         self.worker.in_flight -= 1
-        if self.response is not None:
-            self.response.close()
+        if self.connection is not None:
+            self._pool.release(self.worker.url, self.connection)
 
 
 @contextmanager
@@ -119,13 +141,13 @@ def mapped(leg: Leg, call: Call | None = None) -> Iterator[None]:
         yield
     except ApiError:
         raise
-    except (aiohttp.ClientError, TimeoutError, EventTooLarge, OSError) as error:
+    except (ConnectFailed, Broken, TimeoutError, EventTooLarge) as error:
         raise wire_error(leg, error, reached=call is None or call.connected) from error
 
 
 def wire_error(leg: Leg, error: Exception, *, reached: bool = True) -> LegError:
-    """Return the error that a failed exchange stands for; the order matters, as some classes are of two kinds."""
-    if isinstance(error, (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)):
+    """Return the error that a failed exchange stands for."""
+    if isinstance(error, ConnectFailed):
         nobody = NoWorker(leg.step, f"no {leg.role} worker could be reached", headers=_SOON)
         return retryable(nobody, reached=False)
     if isinstance(error, TimeoutError):

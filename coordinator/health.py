@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 
 from coordinator.logs import log
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    import ssl
+    from collections.abc import Sequence
 
     from coordinator.routing.router import Worker
 
@@ -30,12 +31,16 @@ class RoleProbe:
         workers: any of them suffices.
         scale_out: paths that the pipeline sends this role, of those that need ``--enable-scale-out``.
         gateway: the address is a gateway's, which has no /health of its own: any answer to it will do.
+        tls: how https workers are verified; None is by the system's authorities.
+        our_key: what the configuration calls the key that these workers want of us; None where clients have one.
     """
 
     role: str
     workers: Sequence[Worker]
     scale_out: tuple[str, ...] = ()
     gateway: bool = False
+    tls: ssl.SSLContext | None = None
+    our_key: str | None = None
 
 
 class Readiness:
@@ -56,15 +61,18 @@ class Readiness:
         """Return once every role has been found usable."""
         await self._ready.wait()
 
-    async def run(self, sessions: Mapping[str, aiohttp.ClientSession]) -> None:
+    async def run(self) -> None:
         """Ask for ever; the owner cancels."""
-        while True:
-            async with asyncio.TaskGroup() as tasks:
-                for probe in self._probes:
-                    tasks.create_task(self._renew(probe, sessions[probe.role]))
-            if not self._problems:
-                self._ready.set()
-            await asyncio.sleep(self._interval_s)
+        # A new connection each time: whether one can be had is the question.
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        async with aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar()) as session:
+            while True:
+                async with asyncio.TaskGroup() as tasks:
+                    for probe in self._probes:
+                        tasks.create_task(self._renew(probe, session))
+                if not self._problems:
+                    self._ready.set()
+                await asyncio.sleep(self._interval_s)
 
     async def _renew(self, probe: RoleProbe, session: aiohttp.ClientSession) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -86,7 +94,7 @@ class Readiness:
             self._proven.discard(worker.url)  # it may come back as another server
         elif worker.url not in self._proven:
             for path in probe.scale_out:
-                fault = fault or await _route_fault(worker, path, session)
+                fault = fault or await _route_fault(probe, worker, path, session)
             if fault is None:
                 self._proven.add(worker.url)
         return fault
@@ -96,7 +104,7 @@ async def _health_fault(probe: RoleProbe, worker: Worker, session: aiohttp.Clien
     try:
         async with (
             asyncio.timeout(_PROBE_TIMEOUT_S),
-            session.get(f"{worker.url}/health", headers=worker.headers, allow_redirects=False) as answer,
+            session.get(f"{worker.url}/health", **_manner(probe, worker)) as answer,
         ):
             if answer.status == 200 or probe.gateway:
                 return None
@@ -105,16 +113,22 @@ async def _health_fault(probe: RoleProbe, worker: Worker, session: aiohttp.Clien
         return f"{worker.url} cannot be reached"
 
 
-async def _route_fault(worker: Worker, path: str, session: aiohttp.ClientSession) -> str | None:
+def _manner(probe: RoleProbe, worker: Worker) -> Any:
+    return {"headers": worker.headers, "ssl": probe.tls or True, "allow_redirects": False}
+
+
+async def _route_fault(probe: RoleProbe, worker: Worker, path: str, session: aiohttp.ClientSession) -> str | None:
     """Send an empty body: a worker that serves the route refuses it with a 400, before any work."""
     try:
         async with (
             asyncio.timeout(_PROBE_TIMEOUT_S),
-            session.post(f"{worker.url}{path}", json={}, headers=worker.headers, allow_redirects=False) as answer,
+            session.post(f"{worker.url}{path}", json={}, **_manner(probe, worker)) as answer,
         ):
             status = answer.status
     except (aiohttp.ClientError, TimeoutError, OSError):
         return f"{worker.url} cannot be reached"
+    if status == 401 and probe.our_key is not None:
+        return f"{worker.url} answers 401 on {path}: {probe.our_key} must be the key that it was started with"
     if status == 403:
         return f"{worker.url} answers 403 on {path}: start vllm serve with --enable-scale-out"
     if status in (404, 405):

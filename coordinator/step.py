@@ -53,6 +53,7 @@ class Leg:
     limits: LegLimits = LegLimits()
     headers: Headers = ()
     single_use: bool = False
+    method: str = "POST"
 
 
 @dataclass(frozen=True, slots=True)

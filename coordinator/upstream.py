@@ -1,30 +1,25 @@
-"""The only HTTP client: sends legs to workers, times them, and maps every failure to ``envelope.errors``.
-
-aiohttp's defaults that would hurt are set here: no total timeout (it would cut long answers), no cap on connections
-(it would queue streams), no cookies, no redirects, no proxy from the environment.
-"""
+"""The way to the workers: picks one, sends the leg, times it, tries another, and maps every failure to an ApiError."""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import aiohttp
-from aiohttp.payload import BytesPayload, Payload
-
 from coordinator.call import Call, earliest, mapped
-from coordinator.headers import downstream_headers, leg_headers
+from coordinator.headers import leg_headers
 from coordinator.retry import RetryBudget, may_repeat, wait_s
 from coordinator.routing.router import Worker
 from coordinator.step import Reply
 from coordinator.verdict import refusal
+from coordinator.wire import Broken, Pool, request_head
 from envelope.errors import LegError, LegFailed, LegRejected, NoWorker
 from envelope.formats import PATHS, Format
 from envelope.json_codec import JSONDecodeError, dumps, loads_lenient
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import Callable, Coroutine, Mapping, Sequence
 
     from coordinator.context import RequestContext
@@ -46,12 +41,16 @@ class RoleLink:
         idle: most idle connections kept to one worker.
         idle_s: how long an idle connection is kept, 0 is for ever. uvicorn closes its own after 5 s.
         first_byte_s: the limit of a leg that sets none of its own; None is no limit.
+        tls: how https workers are verified; None is by the system's authorities.
+        our_key: what the configuration calls the key that the legs carry, or should; None where the client's goes on.
     """
 
     router: Router
     idle: int = 100
     idle_s: float = 4.0
     first_byte_s: float | None = None
+    tls: ssl.SSLContext | None = None
+    our_key: str | None = None
 
 
 class HttpUpstream:
@@ -72,17 +71,13 @@ class HttpUpstream:
         self._metrics = metrics
         self._budget = RetryBudget()
         self._lingering: set[asyncio.Task[Any]] = set()
-        self.sessions: dict[str, aiohttp.ClientSession] = {}
-
-    async def start(self) -> None:
-        """Make the sessions; needs the running loop."""
-        self.sessions = {role: _session(link) for role, link in self.links.items()}
+        self._pools = {role: Pool(link.idle, link.idle_s, link.tls) for role, link in links.items()}
 
     async def close(self) -> None:
         if self._lingering:
             await asyncio.wait(self._lingering, timeout=2 * _LINGER_S)
-        for session in self.sessions.values():
-            await session.close()
+        for pool in self._pools.values():
+            pool.close()
 
     def serves(self, ctx: RequestContext, role: str) -> bool:
         return self.links[role].router.serves(ctx)
@@ -100,20 +95,7 @@ class HttpUpstream:
 
     async def get(self, ctx: RequestContext, leg: Leg) -> Reply:
         """Send a GET and read its whole JSON answer; errors as in ``post_json``."""
-
-        async def once(call: Call) -> Reply:
-            headers = leg_headers(ctx, leg, call.worker, call.attempt)
-            try:
-                with mapped(leg, call):
-                    async with asyncio.timeout_at(self._first_byte_at(call)):
-                        call.response = await self.sessions[leg.role].get(
-                            call.worker.url + leg.path, headers=headers, allow_redirects=False
-                        )
-                    return await self._whole(ctx, call, ())
-            finally:
-                await call.aclose()
-
-        return await self._attempt(ctx, leg, once)
+        return await self.post_json(ctx, dataclasses.replace(leg, method="GET"))
 
     async def stream(self, ctx: RequestContext, leg: Leg, *, accept: tuple[int, ...] = ()) -> Call | Reply:
         async def once(call: Call) -> Call | Reply:
@@ -121,11 +103,11 @@ class HttpUpstream:
             try:
                 with mapped(leg, call):
                     await self._open(ctx, call)
-                    if call.response.status != 200 or call.response.content_type == "application/json":
+                    if call.connection.status != 200 or is_json(call.connection.headers):
                         return await self._whole(ctx, call, accept)
                     async with asyncio.timeout_at(self._first_byte_at(call)):
                         await call.read_first_event()
-                self._remember(ctx, call.response)
+                self._remember(ctx, call)
                 opened = True
             finally:
                 if not opened:
@@ -142,7 +124,7 @@ class HttpUpstream:
         worker = router.pick(ctx, ctx.failed) or router.pick(ctx)
         while worker is not None:
             refused = False
-            call = Call(leg, worker, len(tried), begun)
+            call = Call(leg, worker, self._pools[leg.role], len(tried), begun)
             try:
                 return await (self._linger(call, once(call)) if leg.single_use else once(call))
             except LegError as error:
@@ -188,53 +170,40 @@ class HttpUpstream:
         closes idle connections on its own clock, and the notice may cross our request on the wire.
         """
         leg = call.leg
-        body = dumps(leg.body)
+        body = dumps(leg.body) if leg.method == "POST" else b""
         headers = leg_headers(ctx, leg, call.worker, call.attempt)
-        kept = SimpleNamespace(call=call, reused=False)
+        length = len(body) if leg.method == "POST" else None
+        head = request_head(leg.method, call.worker.url, leg.path, headers, length)
         async with asyncio.timeout_at(self._first_byte_at(call)):
             try:
-                call.response = await self._post(call, headers, body, kept)
-            except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
-                if not kept.reused:
+                await call.open(head, body)
+            except Broken:
+                if not call.stale:
                     raise
-                call.stale = True
                 self._metrics.stale_connections.labels(leg.role).inc()
                 if leg.single_use:
                     raise  # it begins again at prefill instead
-                call.response = await self._post(call, headers, body, kept)
-
-    async def _post(
-        self, call: Call, headers: list[tuple[str, str]], body: bytes, kept: SimpleNamespace
-    ) -> aiohttp.ClientResponse:
-        kept.reused = call.connected = False
-        return await self.sessions[call.leg.role].post(
-            call.worker.url + call.leg.path,
-            data=JsonPayload(body),
-            headers=headers,
-            allow_redirects=False,
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=call.leg.limits.connect_s),
-            trace_request_ctx=kept,
-        )
+                await call.open(head, body, fresh=True)
 
     async def _whole(self, ctx: RequestContext, call: Call, accept: tuple[int, ...]) -> Reply:
-        leg, response = call.leg, call.response
+        leg, status = call.leg, call.connection.status
         raw = await call.read_all()
-        if response.status in accept:
-            return Reply(response.status, downstream_headers(response.headers.items()), raw, None)
-        if not 200 <= response.status < 300:
-            raise refusal(leg, response.status, response.headers, raw)
+        if status in accept:
+            return Reply(status, call.headers, raw, None)
+        if not 200 <= status < 300:
+            raise refusal(leg, status, call.connection.headers, raw, self.links[leg.role].our_key)
         try:
             body = loads_lenient(raw)
         except (JSONDecodeError, RecursionError):
             raise LegFailed(leg.step, "the worker's answer is not JSON") from None
         if not isinstance(body, (dict, list)):
             raise LegFailed(leg.step, "the worker's answer is neither a JSON object nor a list")
-        self._remember(ctx, response)
-        return Reply(response.status, downstream_headers(response.headers.items()), raw, body)
+        self._remember(ctx, call)
+        return Reply(status, call.headers, raw, body)
 
-    def _remember(self, ctx: RequestContext, response: aiohttp.ClientResponse) -> None:
+    def _remember(self, ctx: RequestContext, call: Call) -> None:
         for name in self._carry:
-            if (value := response.headers.get(name)) is not None:
+            if (value := call.connection.headers.get(name)) is not None:
                 ctx.carried[name] = value
 
     def _first_byte_at(self, call: Call) -> float | None:
@@ -252,47 +221,6 @@ def _refused_unread(leg: Leg, error: LegError) -> bool:
     return leg.path == PATHS[Format.GENERATE] and (isinstance(error, LegRejected) or not error.reached)
 
 
-class JsonPayload(BytesPayload):
-    """A body that goes out as it is, whatever its size; aiohttp's own warns of large ones."""
-
-    def __init__(self, value: bytes) -> None:
-        Payload.__init__(self, value, content_type="application/json")
-        self._size = len(value)
-
-
-_FOR_EVER_S = 86_400.0  # timers of an event loop have an end, and a day is none for a connection
-
-
-class Connector(aiohttp.TCPConnector):
-    """Caps the idle connections to one worker, which aiohttp has no setting for."""
-
-    def __init__(self, idle: int, idle_s: float) -> None:
-        super().__init__(limit=0, keepalive_timeout=idle_s or _FOR_EVER_S, ttl_dns_cache=10)
-        self._idle_cap = idle
-
-    def _release(self, key: Any, protocol: Any, *, should_close: bool = False) -> None:
-        full = len(self._conns.get(key, ())) >= self._idle_cap
-        super()._release(key, protocol, should_close=should_close or full)
-
-
-def _session(link: RoleLink) -> aiohttp.ClientSession:
-    trace = aiohttp.TraceConfig()
-
-    async def reused(_session: object, traced: SimpleNamespace, _params: object) -> None:
-        if (kept := traced.trace_request_ctx) is not None:
-            kept.reused = kept.call.connected = True
-
-    async def created(_session: object, traced: SimpleNamespace, _params: object) -> None:
-        if (kept := traced.trace_request_ctx) is not None:
-            kept.call.connected = True
-
-    trace.on_connection_reuseconn.append(reused)
-    trace.on_connection_create_end.append(created)
-    return aiohttp.ClientSession(
-        connector=Connector(link.idle, link.idle_s),
-        cookie_jar=aiohttp.DummyCookieJar(),
-        timeout=aiohttp.ClientTimeout(total=None),
-        skip_auto_headers=("User-Agent",),
-        trace_configs=[trace],
-        read_bufsize=2**18,
-    )
+def is_json(headers: Mapping[str, str]) -> bool:
+    """Say whether an answer calls itself one JSON document; anything else is read as an event stream."""
+    return headers.get("Content-Type", "").partition(";")[0].strip().lower() == "application/json"

@@ -58,14 +58,14 @@ PLAIN = ("addresses", "admission", "headers", "pipeline", "metrics", "logs", "sh
 CORE = (*CONTRACT, *(f"coordinator.{name}" for name in PLAIN))
 WIRED = (
     *("fetch", "release", "retry", "upstream", "call", "relay", "server", "intake", "listener", "respond", "health"),
-    "questions",
+    *("questions", "wire"),
 )
 IO = (*family("coordinator.routing"), *(f"coordinator.{name}" for name in WIRED))
 CONFIG = tuple(f"coordinator.{name}" for name in ("config", "environment", "problems", "yaml_file"))
 WIRING = ("coordinator.app", "coordinator.cli", "coordinator.demo")
 STEPS_SHARE = ("steps.params", "steps.prompt")
 # With the packages that hold their own types: URL, CIMultiDict, ErrorDetails.
-AIOHTTP = ("aiohttp", "multidict", "yarl")
+AIOHTTP = ("aiohttp", "httptools", "multidict", "yarl")
 PYDANTIC = ("pydantic", "pydantic_core")
 
 TABLE = (
@@ -90,6 +90,27 @@ TABLE = (
         may=PYDANTIC,
     ),
     Row(
+        ("coordinator.secret", "coordinator.tls"),
+        "coordinator.secret and coordinator.tls read keys and certificates: they import pydantic at most",
+        may=PYDANTIC,
+    ),
+    Row(
+        ("coordinator.outbound",),
+        "coordinator.outbound is what the configuration and a step share: it imports pydantic and coordinator.secret",
+        may=(*PYDANTIC, "coordinator.secret"),
+    ),
+    Row(
+        ("coordinator.credentials",),
+        "coordinator.credentials opens what the configuration names: it imports its modules, and those of keys",
+        may=(*CONFIG, *(f"coordinator.{name}" for name in ("keys", "secret", "tls", "watch", "outbound", "logs"))),
+    ),
+    Row(
+        ("coordinator.keys", "coordinator.watch"),
+        "coordinator.keys and coordinator.watch import coordinator.secret, coordinator.logs and envelope",
+        may=("coordinator.secret", "coordinator.logs", *ENVELOPE),
+        types=AIOHTTP,
+    ),
+    Row(
         ("coordinator.metrics",),
         "coordinator.metrics imports prometheus_client, envelope and the core; no other of the core does",
         may=("prometheus_client", *ENVELOPE, *CORE),
@@ -110,9 +131,9 @@ TABLE = (
     ),
     Row(
         ("steps.*",),
-        "a step imports envelope, pydantic, what steps share (params, prompt), coordinator.units and the "
-        "contract (coordinator.step, coordinator.context); never aiohttp, never another step",
-        may=(*PYDANTIC, *STEPS_SHARE, "coordinator.units", *ENVELOPE, *CONTRACT),
+        "a step imports envelope, pydantic, what steps share (params, prompt), coordinator.units, coordinator.outbound "
+        "and the contract (coordinator.step, coordinator.context); never aiohttp, never another step",
+        may=(*PYDANTIC, *STEPS_SHARE, "coordinator.units", "coordinator.outbound", *ENVELOPE, *CONTRACT),
     ),
     Row(
         IO,
@@ -123,9 +144,10 @@ TABLE = (
     ),
     Row(
         CONFIG,
-        "the modules of the configuration (config, environment, problems, yaml_file) import pydantic, "
-        "envelope, coordinator.units and one another; only yaml_file imports yaml",
-        may=(*PYDANTIC, "yaml", "coordinator.units", *CONFIG, *ENVELOPE),
+        "the modules of the configuration (config, environment, problems, yaml_file) import pydantic, envelope, "
+        "coordinator.units, secret, tls and outbound, and one another; only yaml_file imports yaml",
+        may=(*PYDANTIC, "yaml", *(f"coordinator.{name}" for name in ("units", "secret", "tls", "outbound")), *CONFIG,
+             *ENVELOPE),
     ),
     Row(
         ("coordinator.registry",),

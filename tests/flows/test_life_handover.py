@@ -131,7 +131,7 @@ async def test_a_handover_reaches_decode_with_equal_values_and_number_types(coor
     pools = {"prefill": {"endpoints": [prefill.url]}, "decode": {"endpoints": [decode.url]}}
     at = await coordinator(fleet, shape, pools=pools)
     assert (await at.chat()).status == 400
-    [(_, sent)] = decode.received
+    (_, sent), *_ = decode.received  # on the generate route, a leg that releases the blocks follows
     assert json.dumps(sent["kv_transfer_params"], sort_keys=True) == json.dumps(params, sort_keys=True)
 
 

@@ -1,0 +1,318 @@
+"""HTTP/1.1 to workers, on asyncio protocols: the hot module of the program.
+
+A general client pays for what a leg does not need (redirects, cookies, sessions, a stream reader and its queue) with
+several times the CPU of the exchange itself. Here a request is one write, and what comes back is parsed by llhttp
+(httptools) as it arrives and given on in the same call: to a waiting reader, or straight to a ``push`` function, with
+no task switch between a worker's bytes and the client's.
+
+It knows nothing of legs, routing or errors of the API; ``upstream`` and ``call`` do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections import deque
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+import httptools
+from multidict import CIMultiDict
+
+if TYPE_CHECKING:
+    import ssl
+    from collections.abc import Callable, Sequence
+
+# A reader that lags behind this far stops the socket from being read.
+_HIGH_WATER = 256 * 1024
+
+# Beyond this, the head and the body of a request are written apart: joining them would copy the body.
+_JOIN_UP_TO = 64 * 1024
+
+
+class ConnectFailed(Exception):
+    """No connection was had; the worker has seen nothing."""
+
+
+class Broken(Exception):
+    """The connection ended, or what came is not HTTP, before the answer was whole."""
+
+
+class Connection(asyncio.Protocol):
+    """One connection to a worker, and the one exchange that is on it.
+
+    Attributes:
+        status, headers: of the answer, once ``head`` has returned.
+        reused: the connection has served an exchange before.
+        answered: a byte of the answer has come.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.status = 0
+        self.headers: CIMultiDict[str] = CIMultiDict()
+        self.reused = False
+        self.answered = False
+        self.idle_since = 0.0
+        self._loop = loop
+        self._transport: asyncio.Transport = None  # type: ignore[assignment]  # set before anybody sees the object
+        self._parser = httptools.HttpResponseParser(self)
+        self._parts: list[bytes] = []
+        self._size = 0
+        self._head_done = self._complete = self._keeps = self._paused = False
+        self._error: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._push: Callable[[bytes], bool] | None = None
+        self._inflate: zlib._Decompress | None = None
+
+    # What ``upstream`` does with it.
+
+    def send(self, head: bytes, body: bytes) -> None:
+        """Write one request; the answer to the one before must have been read."""
+        self.status, self.headers = 0, CIMultiDict()
+        self._head_done = self._complete = self.answered = False
+        self._inflate = None
+        if len(body) <= _JOIN_UP_TO:
+            self._transport.write(head + body)
+        else:
+            self._transport.writelines((head, body))
+
+    async def head(self) -> None:
+        """Wait for the answer's head.
+
+        Raises:
+            Broken
+        """
+        while not self._head_done:
+            await self._wait()
+
+    async def read(self) -> bytes:
+        """Return the next bytes of the body, ``b""`` at its end.
+
+        Raises:
+            Broken
+        """
+        while not self._parts:
+            if self._complete:
+                return b""
+            await self._wait()
+        return self._take()
+
+    async def push(self, take: Callable[[bytes], bool]) -> bool:
+        """Give the body to ``take`` as it comes; True at its end.
+
+        False as soon as ``take`` returns False: reading has stopped, and the next ``push`` (or ``read``) goes on.
+
+        Raises:
+            Broken, and whatever ``take`` raises.
+        """
+        if self._parts and not take(self._take()):
+            return False
+        self._push = take
+        try:
+            while not self._complete and self._push is not None:
+                await self._wait()
+            return self._push is not None
+        finally:
+            self._push = None
+
+    @property
+    def alive(self) -> bool:
+        return self._error is None and not self._transport.is_closing()
+
+    @property
+    def reusable(self) -> bool:
+        """Whether the answer was read to its end and the worker keeps the connection."""
+        return self._complete and self._keeps and not self._parts and self.alive
+
+    def close(self) -> None:
+        self._transport.abort()
+
+    # What the event loop and the parser call.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport  # type: ignore[assignment]
+
+    def data_received(self, data: bytes) -> None:
+        if self._complete:
+            self._fail(Broken("the worker sent what nobody asked for"))
+            return
+        self.answered = True
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self._fail(Broken(f"the answer is not HTTP: {error!r}"))  # what came before it is still given on
+        if self._parts:
+            self._deliver()
+        elif self._head_done:
+            self._wake()
+
+    def eof_received(self) -> None:
+        self.connection_lost(None)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if error is None and self._head_done and not self._complete and self._ends_with_connection():
+            self._complete = True
+        self._fail(Broken("the connection ended"))
+
+    def on_message_begin(self) -> None:
+        if self._complete:  # a second answer behind the first: the next exchange must not take it for its own
+            raise Broken("the worker sent what nobody asked for")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.headers.add(name.decode("latin-1"), value.decode("utf-8", "surrogateescape"))
+
+    def on_headers_complete(self) -> None:
+        status = self._parser.get_status_code()
+        if status < 200:  # 100 Continue, 103 Early Hints: the answer is still to come
+            self.headers.clear()
+            return
+        self.status, self._head_done = status, True
+        if self.headers.get("Content-Encoding", "").lower() in ("gzip", "deflate"):
+            self._inflate = zlib.decompressobj(wbits=zlib.MAX_WBITS | 32)
+
+    def on_body(self, data: bytes) -> None:
+        if self._inflate is not None:
+            data = self._inflate.decompress(data)
+        if data:
+            self._parts.append(data)
+
+    def on_message_complete(self) -> None:
+        self._complete = self._head_done
+        if self._inflate is not None and (rest := self._inflate.flush()):
+            self._parts.append(rest)
+        self._keeps = self._parser.should_keep_alive()  # only here: the parser forgets it with the message
+
+    # How bytes get from there to here.
+
+    def _take(self) -> bytes:
+        parts, self._parts, self._size = self._parts, [], 0
+        if self._paused:
+            self._paused = False
+            self._transport.resume_reading()
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _deliver(self) -> None:
+        if self._push is None:
+            self._hold()
+            return
+        try:
+            if not self._push(self._take()):
+                self._push = None
+                self._pause()
+                self._wake()
+            elif self._complete:
+                self._wake()
+        except Exception as error:
+            self._fail(error)
+
+    def _hold(self) -> None:
+        self._size = sum(map(len, self._parts))
+        if self._size > _HIGH_WATER:
+            self._pause()
+        self._wake()
+
+    def _pause(self) -> None:
+        if not self._paused and not self._transport.is_closing():
+            self._paused = True
+            self._transport.pause_reading()
+
+    def _ends_with_connection(self) -> bool:
+        return "Content-Length" not in self.headers and "Transfer-Encoding" not in self.headers
+
+    def _fail(self, error: Exception) -> None:
+        if self._error is None:
+            self._error = error
+        self._transport.close()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def _wait(self) -> None:
+        if self._error is not None:
+            raise self._error
+        if self._paused and self._push is not None:
+            self._paused = False
+            self._transport.resume_reading()
+        self._waiter = self._loop.create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+
+class Pool:
+    """Connections to the workers of one role, kept for the next leg.
+
+    Args:
+        idle: most idle connections kept to one worker.
+        idle_s: how long one is kept, 0 is for ever.
+        tls: for https workers; None is the system's authorities.
+    """
+
+    def __init__(self, idle: int, idle_s: float, tls: ssl.SSLContext | None = None) -> None:
+        self._idle_cap = idle
+        self._idle_s = idle_s
+        self._tls = tls
+        self._idle: dict[str, deque[Connection]] = {}
+
+    async def acquire(self, origin: str, connect_s: float | None, *, fresh: bool = False) -> Connection:
+        """Return a connection to a worker, kept or new.
+
+        Args:
+            origin: base URL.
+            fresh: take none that was kept.
+
+        Raises:
+            ConnectFailed
+        """
+        kept = self._idle.get(origin)
+        loop = asyncio.get_running_loop()
+        while kept and not fresh:
+            connection = kept.pop()
+            if connection.alive and (not self._idle_s or loop.time() - connection.idle_since < self._idle_s):
+                connection.reused = True
+                return connection
+            connection.close()
+        return await self._connect(loop, origin, connect_s)
+
+    def release(self, origin: str, connection: Connection) -> None:
+        """Take a connection back: keep it when its exchange is over and it can serve another, else close it."""
+        kept = self._idle.setdefault(origin, deque())
+        if connection.reusable and len(kept) < self._idle_cap:
+            connection.idle_since = asyncio.get_running_loop().time()
+            kept.append(connection)
+        else:
+            connection.close()
+
+    def close(self) -> None:
+        for kept in self._idle.values():
+            for connection in kept:
+                connection.close()
+        self._idle.clear()
+
+    async def _connect(self, loop: asyncio.AbstractEventLoop, origin: str, connect_s: float | None) -> Connection:
+        url = urlsplit(origin)
+        tls = (self._tls or True) if url.scheme == "https" else None
+        port = url.port or (443 if tls else 80)
+        try:
+            async with asyncio.timeout(connect_s):
+                make = loop.create_connection(lambda: Connection(loop), str(url.hostname), port, ssl=tls)
+                _, connection = await make
+        except (OSError, TimeoutError) as error:
+            raise ConnectFailed(str(error)) from error
+        return connection
+
+
+def request_head(method: str, origin: str, path: str, headers: Sequence[tuple[str, str]], length: int | None) -> bytes:
+    """Return the head of a request, framing included.
+
+    Args:
+        length: bytes of the JSON body, or None for a request without one.
+    """
+    lines = [f"{method} {path} HTTP/1.1\r\nHost: {origin.partition('://')[2]}"]
+    lines += [f"{name}: {value}" for name, value in headers]
+    if length is not None:
+        lines.append(f"Content-Type: application/json\r\nContent-Length: {length}")
+    return ("\r\n".join(lines) + "\r\n\r\n").encode("utf-8", "surrogateescape")
