@@ -202,9 +202,8 @@ def _workers(
     upstream: HttpUpstream, readiness: Readiness, releaser: Releaser
 ) -> Callable[[web.Application], AsyncIterator[None]]:
     async def opened(app: web.Application) -> AsyncIterator[None]:
-        await upstream.start()
         async with asyncio.TaskGroup() as tasks:
-            asking = tasks.create_task(readiness.run(upstream.sessions))
+            asking = tasks.create_task(readiness.run())
             yield
             asking.cancel()
         await releaser.close()
