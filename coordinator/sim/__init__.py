@@ -9,7 +9,9 @@ They speak the protocol of vLLM 0.33.0 strictly, from what real servers answered
 ``render``, ``generate``, ``chat``, ``completions``, ``responses``, ``messages``, ``probes``  the routes
 ``prompts``, ``conversations``  an OpenAI request -> token ids and sampling parameters
 ``schema``, ``generate_request``, ``sampling``, ``refusals``  what is refused, in vLLM's words
-``core``, ``handover`` admission, pacing, aborts; KV blocks that one worker leaves and another reads once
+``core``, ``handover``, ``encodings``  admission, pacing, aborts; KV blocks that one worker leaves and another reads
+                       once, embeddings that any may read
+``media``, ``features``  pictures, sound and video in prompts
 ``engine``, ``replies``, ``tokenizer``, ``logprobs``, ``parsers``, ``stream_parser``  the model and its text
 =====================  ======================================================================================
 
@@ -17,6 +19,7 @@ Needs the ``demo`` extra: ``pip install 'pd-coordinator[demo]'``.
 """
 
 from coordinator.sim.answers import Received
+from coordinator.sim.encodings import EncodingStore, EncodingViolation
 from coordinator.sim.faults import ABSENT, Behaviour, Canned, Fault
 from coordinator.sim.fleet import SimFleet
 from coordinator.sim.handover import HandoverStore, Violation
@@ -27,6 +30,8 @@ __all__ = [
     "ABSENT",
     "Behaviour",
     "Canned",
+    "EncodingStore",
+    "EncodingViolation",
     "Fault",
     "HandoverStore",
     "Received",

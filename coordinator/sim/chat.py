@@ -56,7 +56,7 @@ async def _whole(run: Run) -> dict[str, Any]:
         "prompt_token_ids": prepared.token_ids if body.get("return_token_ids") else None,
         "prompt_text": prepared.text if body.get("return_prompt_text") else None,
         "kv_transfer_params": generation.handover,
-        "ec_transfer_params": None,
+        "ec_transfer_params": generation.encodings,
         "metrics": None,
     }
 

@@ -83,7 +83,7 @@ def _items(given: Any) -> Iterator[dict[str, Any]]:
         elif kind == "function_call_output":
             yield {"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]}
         elif kind == "message":
-            yield {"role": item["role"], "content": _text(item["content"])}
+            yield {"role": item["role"], "content": item["content"]}
 
 
 def prepare_messages(body: Mapping[str, Any], settings: Settings) -> Prepared:
@@ -137,21 +137,39 @@ def _messages_choice(choice: Mapping[str, Any] | None, tools: list[Any] | None) 
 
 
 def _turns(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Turn one Anthropic message into chat messages: tool results come first, each as its own."""
+    """Turn one Anthropic message into chat messages.
+
+    Tool results come first, each as its own, and behind each its pictures as a message of the user. Blocks that
+    vLLM does not know, documents among them, are left out without a word, as there.
+    """
     content = message["content"]
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
     calls = []
     for block in blocks:
         if block["type"] == "tool_result":
-            yield {"role": "tool", "tool_call_id": block["tool_use_id"], "content": _text(block.get("content", ""))}
+            inside = block.get("content", "")
+            parts = [] if isinstance(inside, str) else inside
+            said = inside if isinstance(inside, str) else _text([part for part in parts if part["type"] == "text"])
+            yield {"role": "tool", "tool_call_id": block["tool_use_id"], "content": said}
+            if pictures := [_picture(part) for part in parts if part["type"] == "image"]:
+                yield {"role": "user", "content": pictures}
         elif block["type"] == "tool_use":
             arguments = json.dumps(block["input"], ensure_ascii=False)
             function = {"name": block["name"], "arguments": arguments}
             calls.append({"id": block["id"], "type": "function", "function": function})
-    texts = [block["text"] for block in blocks if block["type"] == "text"]
-    if texts or calls:
-        turn: dict[str, Any] = {"role": message["role"], "content": "\n".join(texts)}
+    parts = [block if block["type"] == "text" else _picture(block) for block in blocks if block["type"] in _SHOWN]
+    if parts or calls:
+        turn: dict[str, Any] = {"role": message["role"], "content": parts}
         yield {**turn, "tool_calls": calls} if calls else turn
+
+
+_SHOWN = ("text", "image")
+
+
+def _picture(block: Mapping[str, Any]) -> dict[str, Any]:
+    source = block["source"]
+    url = source.get("url") or f"data:{source.get('media_type', 'image/jpeg')};base64,{source.get('data', '')}"
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 def _text(content: Any) -> str:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from coordinator.sim import engine, tokenizer
+from coordinator.sim.encodings import BadEncoding, EncodingStore
 from coordinator.sim.engine import Output, Step
 from coordinator.sim.handover import BLOCK_SIZE, BadHandover, HandoverStore
 from coordinator.sim.refusals import Refusal, failed
@@ -21,6 +22,7 @@ from coordinator.sim.sampling import check_engine_limits
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Mapping, Sequence
 
+    from coordinator.sim.media import Media
     from coordinator.sim.sampling import Sampling
     from coordinator.sim.settings import Settings
     from coordinator.sim.stream_parser import Delta, StreamParser
@@ -36,6 +38,7 @@ class Job:
     Attributes:
         id: the id by which it can be aborted.
         kv_params: the transfer params that the connector gets to see.
+        ec_params: the same for the encoder-cache connector.
         itl_s: seconds between two tokens.
         reasoning_ended: a grammar binds from the first token on; None: the engine looks at the prompt.
     """
@@ -44,6 +47,8 @@ class Job:
     prompt_ids: Sequence[int]
     sampling: Sampling
     kv_params: Mapping[str, Any] | None = None
+    media: tuple[Media, ...] = ()
+    ec_params: Mapping[str, Any] | None = None
     cache_salt: str | None = None
     itl_s: float = 0.0
     tokens_per_step: int = 1
@@ -55,13 +60,17 @@ class Job:
 class Core:
     settings: Settings
     store: HandoverStore
+    encodings: EncodingStore
     engine_id: str
+    encoder: bool = False
     port: int = 0
     dead: bool = False
     running: dict[str, list[Generation]] = field(default_factory=dict)
     prompt_tokens: Counter[str] = field(default_factory=Counter)
     finished: Counter[str] = field(default_factory=Counter)
+    embedded: Counter[str] = field(default_factory=Counter)
     generated: int = 0
+    media_seen: set[str] = field(default_factory=set)
     _cached_blocks: set[int] = field(default_factory=set)
 
     def admit(self, job: Job) -> Generation:
@@ -75,6 +84,7 @@ class Core:
         if job.dp_rank is not None and job.dp_rank.isdecimal() and int(job.dp_rank) > 0:
             raise Refusal(f"data_parallel_rank {job.dp_rank} is out of range [0, 1).", late=True)
         self._check_prompt(job)
+        self.resolved(job)
         check_engine_limits(job.sampling, vocab_size=tokenizer.VOCAB_SIZE, max_logprobs=self.settings.max_logprobs)
         return Generation(self, job)
 
@@ -92,13 +102,33 @@ class Core:
         cached = added = 0
         key = hash(job.cache_salt)
         for end in range(BLOCK_SIZE, len(job.prompt_ids) + 1, BLOCK_SIZE):
-            key = hash((key, tuple(job.prompt_ids[end - BLOCK_SIZE : end])))
+            inside = tuple(
+                item.hash for item in job.media if end - BLOCK_SIZE < item.offset + item.rows and item.offset < end
+            )
+            key = hash((key, tuple(job.prompt_ids[end - BLOCK_SIZE : end]), inside))
             if key not in self._cached_blocks:
                 self._cached_blocks.add(key)
                 added += BLOCK_SIZE
             elif end < len(job.prompt_ids):  # the last token is always computed
                 cached = end
         return cached, added
+
+    def resolved(self, job: Job) -> tuple[Media, ...]:
+        """Return the prompt's media; what came by its hash alone is in the cache of what came before.
+
+        Raises:
+            Refusal: it is not.
+        """
+        for item in job.media:
+            if item.data is None and not item.sized and item.hash not in self.media_seen:
+                raise Refusal(
+                    f"Multimodal item {item.hash} is not in this server's cache; send it again.",
+                    type="ServiceUnavailableError",
+                    status=503,
+                    late=True,
+                )
+        self.media_seen.update(item.hash for item in job.media if item.data is not None)
+        return job.media
 
     def _check_prompt(self, job: Job) -> None:
         outside = [id for id in job.prompt_ids if id >= tokenizer.VOCAB_SIZE]
@@ -121,7 +151,7 @@ class Core:
 
 
 class Generation:
-    """An admitted job. Iterate ``rounds`` once; then ``handover`` is what the connector returned.
+    """An admitted job. Iterate ``rounds`` once; then ``handover`` and ``encodings`` are what the connectors returned.
 
     Attributes:
         cached: tokens of the prompt that were not computed here.
@@ -132,6 +162,7 @@ class Generation:
         self.job = job
         self.aborted = asyncio.Event()
         self.handover: dict[str, Any] | None = None
+        self.encodings: dict[str, Any] | None = None
         self.cached = 0
         self.newly_cached = 0
         self._core = core
@@ -151,6 +182,7 @@ class Generation:
                     self._count(step)
                 if self._done:
                     self._hand_over()
+                    self._announce()
                 yield steps
         finally:
             siblings.remove(self)
@@ -186,7 +218,12 @@ class Generation:
         vocabulary = tokenizer.load()
         interval = job.sampling.stream_interval or job.tokens_per_step
         rounds = engine.run(
-            vocabulary, job.prompt_ids, job.sampling, reasoning_ended=job.reasoning_ended, wrong_kv=wrong_kv
+            vocabulary,
+            job.prompt_ids,
+            job.sampling,
+            seen=[f"{item.modality} {item.hash[:6]}" for item in job.media],
+            reasoning_ended=job.reasoning_ended,
+            wrong_kv=wrong_kv,
         )
         waiting: dict[int, Step] = {}
         open_choices = set(range(job.sampling.n))
@@ -225,7 +262,7 @@ class Generation:
         wrong = False
         if core.settings.connector and params.get("do_remote_prefill"):
             try:
-                core.store.fetch(params, job.prompt_ids, engine_id=core.engine_id)
+                core.store.fetch(params, job.prompt_ids, engine_id=core.engine_id, media=_places(job))
             except BadHandover as error:
                 core.dead = error.kills and core.settings.die_of_bad_kv
                 if error.kills:
@@ -237,9 +274,34 @@ class Generation:
             core.prompt_tokens["local_cache_hit"] += self.cached
             self.cached = params.get("remote_prefill_cached_tokens") or 0
         else:
+            self._embed()
             core.prompt_tokens["local_compute"] += len(job.prompt_ids) - self.cached
             core.prompt_tokens["local_cache_hit"] += self.cached
         return wrong
+
+    def _embed(self) -> None:
+        """Get the embedding of each item: from where its descriptor says, or with this worker's own encoder.
+
+        Raises:
+            Refusal: 500, when there is neither a descriptor that leads anywhere nor an input.
+        """
+        core, media = self._core, self.job.media
+        kind = core.settings.ec_connector
+        params = {} if core.encoder or kind is None else self.job.ec_params or {}
+        try:
+            core.embedded += core.encodings.take(media, params, addressed=kind != "shared_storage")
+        except BadEncoding as error:
+            # Of a folder nobody knows what is missing in it, until the model looks for tensors that were not sent.
+            core.dead = kind == "shared_storage" and error.violation.reason == "no_input"
+            raise failed() from error
+
+    def _announce(self) -> None:
+        """Tell where the embeddings are that an encode worker made."""
+        core = self._core
+        kind, ended = core.settings.ec_connector, self._reasons != ["abort"]
+        if not (core.encoder and self.job.media and kind and ended):
+            return
+        self.encodings = core.encodings.hold(self.job.media, host="127.0.0.1", port=core.port, addressed=kind == "nixl")
 
     def _hand_over(self) -> None:
         """Keep the blocks for a decode, if that was asked for and every choice ended by itself."""
@@ -254,6 +316,7 @@ class Generation:
             host="127.0.0.1",
             port=core.port,
             cached=self.cached,
+            media=_places(job),
         )
 
     def _count(self, step: Step) -> None:
@@ -261,6 +324,10 @@ class Generation:
         if step.finish_reason is not None:
             self._reasons.append(step.finish_reason)
             self._core.finished[step.finish_reason] += 1
+
+
+def _places(job: Job) -> list[tuple[str, int, int]]:
+    return [item.place for item in job.media]
 
 
 def _merged(before: Step | None, step: Step) -> Step:

@@ -61,12 +61,14 @@ def run(
     prompt_ids: Sequence[int],
     sampling: Sampling,
     *,
+    seen: Sequence[str] = (),
     reasoning_ended: bool | None = None,
     wrong_kv: bool = False,
 ) -> Iterator[list[Step]]:
     """Yield rounds: one step of each choice that has not ended, in order of index.
 
     Args:
+        seen: the prompt's media, which the answer begins with.
         reasoning_ended: a grammar binds from the first token on; None looks at the prompt.
         wrong_kv: answer as a model that attends to another prompt's cache: with text that is plainly wrong.
     """
@@ -74,7 +76,7 @@ def run(
     if reasoning_ended and sampling.structured_outputs:
         prompt = replace(prompt, thinking=False)
     choices = [
-        _Choice(tokenizer, index, sampling, _said(tokenizer, prompt, sampling, index, wrong_kv=wrong_kv))
+        _Choice(tokenizer, index, sampling, _said(tokenizer, prompt, sampling, index, seen, wrong_kv=wrong_kv))
         for index in range(sampling.n)
     ]
     while choices:
@@ -83,10 +85,16 @@ def run(
 
 
 def _said(
-    tokenizer: Tokenizer, prompt: replies.Prompt, sampling: Sampling, index: int, *, wrong_kv: bool
+    tokenizer: Tokenizer,
+    prompt: replies.Prompt,
+    sampling: Sampling,
+    index: int,
+    seen: Sequence[str],
+    *,
+    wrong_kv: bool,
 ) -> Iterator[int]:
     """Yield the tokens that the model would go on saying for ever; who asks decides when to stop."""
-    reply = replies.reply_to(prompt)
+    reply = replies.looking(replies.reply_to(prompt), seen)
     if wrong_kv:
         reply = replies.Reply("", replies.WRONG_KV)
     elif index > 0 and reply.content and not sampling.structured_outputs:

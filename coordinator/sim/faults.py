@@ -146,6 +146,24 @@ def handover(params: Any) -> Rewrite:
     return rewrite
 
 
+def encodings(params: Any) -> Rewrite:
+    """Answer with other ``ec_transfer_params``; ABSENT leaves the key out."""
+
+    def rewrite(body: dict[str, Any]) -> dict[str, Any]:
+        return _with(body, "ec_transfer_params", params)
+
+    return rewrite
+
+
+def uncached(body: dict[str, Any]) -> dict[str, Any]:
+    """Answer as an encode worker that had no room to keep what it made: entries without an address."""
+    bare = {
+        hash: {"modality": entry["modality"], "item_indices": entry["item_indices"], "metadata": {}}
+        for hash, entry in (body.get("ec_transfer_params") or {}).items()
+    }
+    return {**body, "ec_transfer_params": bare}
+
+
 def half_handover(body: dict[str, Any]) -> dict[str, Any]:
     """Answer with a descriptor that says where, but not which blocks."""
     params = body.get("kv_transfer_params")

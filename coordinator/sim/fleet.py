@@ -1,13 +1,14 @@
-"""A split fleet in one process: a render server, prefill workers and decode workers that share one store."""
+"""A split fleet in one process: a render server, and encode, prefill and decode workers that share their stores."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Self
 
+from coordinator.sim.encodings import EncodingStore
 from coordinator.sim.faults import Behaviour
 from coordinator.sim.handover import HandoverStore
 from coordinator.sim.settings import Settings
-from coordinator.sim.worker import SimWorker
+from coordinator.sim.worker import Role, SimWorker
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 class SimFleet:
     """
     Args:
+        encodes: how many encode workers.
         prefills: how many prefill workers.
         decodes: how many decode workers.
         itl_s: seconds between two tokens of a decode worker.
@@ -23,33 +25,51 @@ class SimFleet:
 
     Attributes:
         render: the render server.
+        encode: the first encode worker.
         prefill: the first prefill worker.
         decode: the first decode worker.
         store: what the workers hand over; ``violations`` and ``unread`` are what a test asserts on.
+        encodings: the encoder cache; it has ``violations`` too.
     """
 
     def __init__(
         self,
         *,
+        encodes: int = 0,
         prefills: int = 1,
         decodes: int = 1,
         itl_s: float = 0.0,
         settings: Settings | None = None,
         render_settings: Settings | None = None,
+        encode_settings: Settings | None = None,
         prefill_settings: Settings | None = None,
         decode_settings: Settings | None = None,
         store: HandoverStore | None = None,
     ) -> None:
         self.store = store or HandoverStore()
+        self.encodings = EncodingStore()
         settings = settings or Settings()
-        self.render = SimWorker("render", settings=render_settings or settings, store=self.store)
-        self.prefills = [
-            SimWorker("prefill", settings=prefill_settings or settings, store=self.store) for _ in range(prefills)
-        ]
-        self.decodes = [
-            SimWorker("decode", settings=decode_settings or settings, store=self.store, behave=Behaviour(itl_s=itl_s))
-            for _ in range(decodes)
-        ]
+
+        def some(role: Role, count: int, own: Settings | None, itl_s: float = 0.0) -> list[SimWorker]:
+            return [
+                SimWorker(
+                    role,
+                    settings=own or settings,
+                    store=self.store,
+                    encodings=self.encodings,
+                    behave=Behaviour(itl_s=itl_s),
+                )
+                for _ in range(count)
+            ]
+
+        (self.render,) = some("render", 1, render_settings)
+        self.encodes = some("encode", encodes, encode_settings)
+        self.prefills = some("prefill", prefills, prefill_settings)
+        self.decodes = some("decode", decodes, decode_settings, itl_s)
+
+    @property
+    def encode(self) -> SimWorker:
+        return self.encodes[0]
 
     @property
     def prefill(self) -> SimWorker:
@@ -61,7 +81,7 @@ class SimFleet:
 
     @property
     def workers(self) -> list[SimWorker]:
-        return [self.render, *self.prefills, *self.decodes]
+        return [self.render, *self.encodes, *self.prefills, *self.decodes]
 
     async def start(self) -> None:
         """Start all workers, or none."""

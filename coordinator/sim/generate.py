@@ -8,7 +8,7 @@ from __future__ import annotations
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
-from coordinator.sim import logprobs, tokenizer, usage
+from coordinator.sim import features, logprobs, tokenizer, usage
 from coordinator.sim.answers import DONE, Answer, Call, Frame, Stream, Whole
 from coordinator.sim.core import Core, Job
 from coordinator.sim.generate_request import checked, output_mode, transfer_params
@@ -35,6 +35,8 @@ async def generate(core: Core, call: Call) -> Answer:
         prompt_ids=body["token_ids"],
         sampling=sampling,
         kv_params=transfer_params(body, sampling),
+        media=features.read(body.get("features"), body["token_ids"]),
+        ec_params=body.get("ec_transfer_params"),
         cache_salt=body.get("cache_salt"),
         reasoning_ended=body.get("reasoning_ended"),
         itl_s=call.itl_s,
@@ -68,10 +70,10 @@ async def _whole(core: Core, call: Call, job: Job, mode: str | None) -> dict[str
         "prompt_logprobs": prompt_logprobs,
         "prompt_token_id_logprobs": None,
         "prompt_token_ids": list(job.prompt_ids) if call.body.get("return_token_ids") else None,
-        "mm_placeholders": None,
+        "mm_placeholders": _placeholders(call),
         "metrics": None,
         "kv_transfer_params": generation.handover,
-        "ec_transfer_params": None,
+        "ec_transfer_params": generation.encodings,
     }
     if mode is not None:
         answer["output_mode"] = mode
@@ -102,7 +104,10 @@ async def _frames(core: Core, call: Call, job: Job, mode: str | None) -> AsyncGe
     made: dict[int, int] = dict.fromkeys(range(job.sampling.n), 0)
     count = len(job.prompt_ids)
     echo = {} if mode is None else {"output_mode": mode}
-    prompt = {"prompt_token_ids": list(job.prompt_ids)} if call.body.get("return_token_ids") else {}
+    prompt: dict[str, Any] = {}
+    if call.body.get("return_token_ids"):
+        prompt["prompt_token_ids"] = list(job.prompt_ids)
+        prompt |= {"mm_placeholders": _placeholders(call)} if job.media else {}
     try:
         generation = core.admit(job)
         async with aclosing(generation.rounds()) as rounds:
@@ -149,6 +154,12 @@ def _with_payload(
     if mode is None:
         return {**choice, "logprobs": logprobs.chat_by_id(positions)}
     return {**choice, "logprobs": logprobs.by_id(positions)}
+
+
+def _placeholders(call: Call) -> Any:
+    """Return where the media stands, for those who also want the ids; null for text."""
+    given = call.body.get("features")
+    return given["mm_placeholders"] if given and call.body.get("return_token_ids") else None
 
 
 def _weights(count: int) -> list[dict[str, Any]]:

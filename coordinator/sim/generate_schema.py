@@ -5,9 +5,9 @@ Source: recordings ``errors/generate_error_*`` of type "Bad Request".
 
 from __future__ import annotations
 
-import itertools
 from typing import TYPE_CHECKING, Any
 
+from coordinator.sim import features
 from coordinator.sim.schema import Schema
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def check_schema(body: Mapping[str, Any], mode: str | None, settings: Settings) 
     schema.done()
     if mode in ("text", "derender") and body["sampling_params"].get("detokenize") is False:
         schema.invalid("body", f"output_mode='{mode}' requires sampling_params.detokenize to be true", body)
-    _check_features(schema)
+    features.check_schema(schema)
     schema.done()
 
 
@@ -181,29 +181,3 @@ def _check_parse_context(schema: Schema, mode: str | None) -> None:
     if unknown and mode == "derender":
         advice = "the render server is newer than this generate server"
         schema.invalid("body", f"Unknown parse_context fields {unknown}; {advice}", schema.body)
-
-
-def _check_features(schema: Schema) -> None:
-    features, body = schema.body.get("features"), schema.body
-    if features is None:
-        return
-    if body.get("content_parts") is not None:
-        schema.invalid("body", "content_parts and features are mutually exclusive", body)
-        return
-    hashes, places = features.get("mm_hashes") or {}, features.get("mm_placeholders") or {}
-    if hashes.keys() != places.keys():
-        schema.invalid("body.features", "mm_hashes and mm_placeholders must use the same modalities", features)
-        return
-    for modality in hashes:
-        if len(hashes[modality]) != len(places[modality]):
-            message = f"{modality} mm_hashes and mm_placeholders must have the same length"
-            schema.invalid("body.features", message, features)
-            return
-    spans = sorted((p["offset"], p["offset"] + p["length"]) for group in places.values() for p in group)
-    if any(end > start for (_, end), (start, _) in itertools.pairwise(spans)):
-        message = "mm_placeholders must be globally non-overlapping and sorted"
-        schema.invalid("body.features", message, features)
-    elif spans and spans[-1][1] > len(body["token_ids"]):
-        schema.invalid("body", "mm_placeholders must remain within the token_ids sequence", body)
-    elif features.get("mm_metadata") and not features.get("kwargs_data") and not body.get("ec_transfer_params"):
-        schema.invalid("body", "metadata-only multimodal items require ec_transfer_params", body)

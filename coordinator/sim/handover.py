@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 BLOCK_SIZE = 32
 _NEEDED = ("remote_block_ids", "remote_engine_id", "remote_request_id", "remote_host", "remote_port", "tp_size")
 
+# Hash, offset and length of an item: two pictures of one size have the same tokens, so these tell them apart.
+Place = tuple[str, int, int]
+
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
@@ -32,6 +35,7 @@ class Prefilled:
     token_ids: tuple[int, ...]
     params: Mapping[str, Any]
     until: float
+    media: tuple[Place, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +43,8 @@ class Violation:
     """A decode leg that a real worker would have died of, failed, or answered wrongly.
 
     Attributes:
-        reason: ``incomplete``, ``unknown``, ``expired``, ``read_twice``, ``altered``, ``own_engine`` or
-            ``other_tokens``.
+        reason: ``incomplete``, ``unknown``, ``expired``, ``read_twice``, ``altered``, ``own_engine``,
+            ``other_tokens`` or ``other_media``.
     """
 
     reason: str
@@ -81,7 +85,15 @@ class HandoverStore:
     _blocks: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
 
     def register(
-        self, *, engine_id: str, request_id: str, token_ids: Sequence[int], host: str, port: int, cached: int
+        self,
+        *,
+        engine_id: str,
+        request_id: str,
+        token_ids: Sequence[int],
+        host: str,
+        port: int,
+        cached: int,
+        media: Sequence[Place] = (),
     ) -> dict[str, Any]:
         """Hold a prompt's blocks and return their descriptor, with the flags of the decode leg."""
         blocks = [next(self._blocks) for _ in range(0, len(token_ids), BLOCK_SIZE)]
@@ -102,16 +114,19 @@ class HandoverStore:
             "transfer_mode": "pull",
             "remote_prefill_cached_tokens": cached,
         }
-        self.unread[request_id] = Prefilled(engine_id, tuple(token_ids), dict(params), self.clock() + self.lease_s)
+        until = self.clock() + self.lease_s
+        self.unread[request_id] = Prefilled(engine_id, tuple(token_ids), dict(params), until, tuple(media))
         return params
 
-    def fetch(self, params: Mapping[str, Any], token_ids: Sequence[int], *, engine_id: str) -> None:
+    def fetch(
+        self, params: Mapping[str, Any], token_ids: Sequence[int], *, engine_id: str, media: Sequence[Place] = ()
+    ) -> None:
         """Read the blocks that ``params`` describes, once.
 
         Raises:
             BadHandover: recorded in ``violations``.
         """
-        reason = self._breach(params, tuple(token_ids), engine_id)
+        reason = self._breach(params, tuple(token_ids), tuple(media), engine_id)
         if reason is not None:
             violation = Violation(reason, engine_id, dict(params), tuple(token_ids))
             self.violations.append(violation)
@@ -127,7 +142,9 @@ class HandoverStore:
             del self.unread[request_id]
             self.freed.append(request_id)
 
-    def _breach(self, params: Mapping[str, Any], token_ids: tuple[int, ...], engine_id: str) -> str | None:
+    def _breach(
+        self, params: Mapping[str, Any], token_ids: tuple[int, ...], media: tuple[Place, ...], engine_id: str
+    ) -> str | None:
         if any(params.get(name) is None for name in _NEEDED):
             return "incomplete"
         request_id = params["remote_request_id"]
@@ -141,4 +158,6 @@ class HandoverStore:
             return "own_engine"
         if dict(held.params) != {**params, "do_remote_prefill": True, "do_remote_decode": False}:
             return "altered"
-        return None if held.token_ids == token_ids else "other_tokens"
+        if held.token_ids != token_ids:
+            return "other_tokens"
+        return None if held.media == media else "other_media"

@@ -68,6 +68,8 @@ async def _whole(run: Run) -> dict[str, Any]:
     answer["usage"] = _usage(run, len(output.token_ids))
     if generation.handover is not None:
         answer["kv_transfer_params"] = generation.handover
+    if generation.encodings is not None:
+        answer["ec_transfer_params"] = generation.encodings
     return answer
 
 

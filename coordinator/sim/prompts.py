@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from coordinator.sim import tokenizer
+from coordinator.sim import media, tokenizer
 from coordinator.sim.generate_request import check_named_tool
 from coordinator.sim.refusals import Refusal, unknown_model, value_error
 from coordinator.sim.sampling import Sampling
@@ -18,6 +18,7 @@ from coordinator.sim.structured import structural_tag, structured_outputs
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from coordinator.sim.media import Media
     from coordinator.sim.settings import Settings
 
 # The model's generation_config.json: used where the client leaves a value unset.
@@ -45,6 +46,7 @@ class Prepared:
     sampling: Sampling
     context: dict[str, Any] | None = None
     template_kwargs: dict[str, Any] = field(default_factory=dict)
+    media: tuple[Media, ...] = ()
 
     @property
     def reasoning_ended(self) -> bool:
@@ -64,12 +66,14 @@ def check_common(body: Mapping[str, Any], settings: Settings) -> None:
     schema.numbers("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
     schema.integers("n", "top_k", "seed", "max_tokens", "max_completion_tokens", "min_tokens", "top_logprobs")
     schema.objects("kv_transfer_params", "ec_transfer_params", "stream_options", "vllm_xargs", "logit_bias")
+    schema.objects("mm_processor_kwargs", "media_io_kwargs")
     schema.priority()
     schema.done()
     if body.get("stream_options") is not None and not body.get("stream"):
         raise value_error("Stream options can only be defined when `stream=True`.", param="stream_options")
     if body.get("model") and body["model"] != settings.model:
         raise unknown_model(body["model"], settings.model)
+    media.check_trusted(body, trusted=settings.trust_mm_kwargs)
 
 
 def prepare_chat(body: Mapping[str, Any], settings: Settings) -> Prepared:
@@ -143,11 +147,15 @@ def prepare_conversation(
     kwargs = template_kwargs(body, effort or body.get("reasoning_effort"))
     vocabulary = tokenizer.load()
     reused = reused_ids(body)
+    found: list[Media] = []
+    flat = [_flat(message, found, body) for message in messages]
     try:
-        text = vocabulary.apply_template([_flat(message) for message in messages], tools, kwargs)
+        text = vocabulary.apply_template(flat, tools, kwargs)
     except Exception as error:
         raise Refusal(str(error)) from error
-    token_ids = reused or vocabulary.encode(text)
+    token_ids, there = media.placed(vocabulary, text, found)
+    if reused is not None and not found:  # beside media, ids are left unread
+        token_ids = reused
     check_length(len(token_ids), settings, exact=False)
     sampling = sampling_of(
         body,
@@ -167,7 +175,7 @@ def prepare_conversation(
         "chat_template_kwargs": kwargs,
         "history_tool_call_cnt": sum(len(message.get("tool_calls") or ()) for message in messages),
     }
-    return Prepared(token_ids, text, sampling, context, kwargs)
+    return Prepared(token_ids, media.shown(text, found), sampling, context, kwargs, there)
 
 
 def prepare_completions(body: Mapping[str, Any], settings: Settings) -> list[Prepared]:
@@ -287,12 +295,20 @@ def check_length(length: int, settings: Settings, *, exact: bool) -> None:
     )
 
 
-def _flat(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Join text parts, as vLLM does for templates that want strings."""
+def _flat(message: Mapping[str, Any], found: list[Media], body: Mapping[str, Any]) -> dict[str, Any]:
+    """Join parts, as vLLM does for templates that want strings; media leaves a mark and goes to ``found``."""
     flat = dict(message)
     if isinstance(flat.get("content"), list):
-        flat["content"] = "\n".join(part.get("text", "") for part in flat["content"])
+        flat["content"] = "\n".join(_text_of(part, found, body) for part in flat["content"])
     return flat
+
+
+def _text_of(part: Any, found: list[Media], body: Mapping[str, Any]) -> str:
+    item = media.media_of(part, body)
+    if item is None:
+        return part if isinstance(part, str) else str(part.get("text", ""))
+    found.append(item)
+    return media.mark(len(found) - 1)
 
 
 def _ordered(choice: Any) -> Any:

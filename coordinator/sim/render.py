@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 from typing import TYPE_CHECKING, Any
 
-from coordinator.sim import conversations, prompts, tokenizer
+from coordinator.sim import conversations, features, prompts, tokenizer
 from coordinator.sim.answers import Answer, Call, Whole
 from coordinator.sim.refusals import Refusal
 
@@ -89,7 +89,7 @@ def _request(
         "request_id": id,
         "token_ids": prepared.token_ids,
         "token_offsets": None,
-        "features": None,
+        "features": features.written(prepared.media, payload=_wants_payload(body)),
         "content_parts": None,
         "sampling_params": prepared.sampling.rendered(),
         "model": settings.model,
@@ -110,6 +110,11 @@ def _request(
         "kv_transfer_params": body.get("kv_transfer_params"),
         "ec_transfer_params": body.get("ec_transfer_params"),
     }
+
+
+def _wants_payload(body: Mapping[str, Any]) -> bool:
+    old_spelling = "none" if body.get("return_mm_kwargs") is False else "tensors"
+    return bool(body.get("mm_payload", old_spelling) != "none")
 
 
 def _stream_options(options: Mapping[str, Any] | None) -> dict[str, Any] | None:

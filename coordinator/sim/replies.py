@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 WRONG_KV = "WRONG KV: this answer was made from cache blocks that belong to another prompt."
 
@@ -95,6 +95,13 @@ def reply_to(prompt: Prompt) -> Reply:
         if match := re.fullmatch(pattern, question, re.DOTALL):
             return answer(match, names)
     return FIXED.get(question) or _generic(question)
+
+
+def looking(reply: Reply, seen: Sequence[str]) -> Reply:
+    """Return a reply that begins with what the model was shown, so that an answer tells whose pictures it is about."""
+    if not seen or not reply.content:
+        return reply
+    return replace(reply, content=f"I see {', '.join(seen)}. {reply.content}")
 
 
 def _after_tools(prompt: Prompt, last: str) -> Reply:

@@ -87,7 +87,7 @@ def _response(
         "presence_penalty": sampling.presence_penalty,
         "frequency_penalty": sampling.frequency_penalty,
         "kv_transfer_params": None if generation is None else generation.handover,
-        "ec_transfer_params": None,
+        "ec_transfer_params": None if generation is None else generation.encodings,
         "input_messages": None,
         "output_messages": None,
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +16,8 @@ class Settings:
         scale_out: ``--enable-scale-out``; without it the tokens-in routes answer 403.
         tokens_only: ``--tokens-only``: no tokenizer on this server.
         connector: a KV connector is configured.
+        ec_connector: the encoder-cache connector, on encode workers as producer and elsewhere as consumer.
+        trust_mm_kwargs: ``--trust-request-mm-kwargs``.
         strict_kv: a hand-over that does not fit its prompt is answered 500; otherwise, as on a real GPU, with
             wrong text.
         die_of_bad_kv: an incomplete hand-over ends the process, as it does the real one.
@@ -32,6 +35,8 @@ class Settings:
     request_id_headers: bool = False
     prompt_tokens_details: bool = False
     connector: bool = True
+    ec_connector: Literal["nixl", "shared_storage"] | None = "nixl"
+    trust_mm_kwargs: bool = True
     strict_kv: bool = True
     die_of_bad_kv: bool = True
 

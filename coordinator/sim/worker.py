@@ -13,6 +13,7 @@ from aiohttp import web
 from coordinator.sim import chat, completions, generate, messages, probes, render, responses
 from coordinator.sim.answers import Answer, Call, Received, Whole
 from coordinator.sim.core import Core
+from coordinator.sim.encodings import EncodingStore
 from coordinator.sim.faults import Behaviour, Fault
 from coordinator.sim.handover import HandoverStore
 from coordinator.sim.refusals import SCHEMA, Refusal, scale_out_off
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
     Route = Callable[[Core, Call], Awaitable[Answer]]
 
-Role = Literal["render", "prefill", "decode"]
+Role = Literal["render", "encode", "prefill", "decode"]
 
 _RENDER: dict[str, Route] = {
     "/v1/chat/completions/render": render.chat,
@@ -42,7 +43,10 @@ _SERVE: dict[str, Route] = {
 }
 _ABORT = "/inference/v1/abort_requests"
 _LEGACY_ABORT = "/abort_requests"  # registered with --tokens-only alone, and needs no key
-_ROUTES: dict[Role, dict[str, Route]] = {"render": _RENDER, "prefill": _RENDER | _SERVE, "decode": _RENDER | _SERVE}
+_ROUTES: dict[Role, dict[str, Route]] = {
+    "render": _RENDER,
+    **dict.fromkeys(("encode", "prefill", "decode"), _RENDER | _SERVE),
+}
 _UNAUTHORIZED = Whole({"error": "Unauthorized"}, 401)
 _GUARDED = ("/v1", "/inference")
 _SCALE_OUT = ("/inference/v1/generate", _ABORT)
@@ -71,6 +75,7 @@ class SimWorker:
         *,
         settings: Settings | None = None,
         store: HandoverStore | None = None,
+        encodings: EncodingStore | None = None,
         behave: Behaviour | None = None,
         engine_id: str | None = None,
     ) -> None:
@@ -82,7 +87,9 @@ class SimWorker:
         self.core = Core(
             settings or Settings(),
             store or HandoverStore(),
+            encodings or EncodingStore(),
             engine_id=engine_id or f"engine-{role}-{secrets.token_hex(4)}",
+            encoder=role == "encode",
         )
         self._port = 0
         self._seen: set[str] = set()
