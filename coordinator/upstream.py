@@ -148,15 +148,27 @@ class HttpUpstream:
         vLLM never starts an unstreamed request whose connection closes right behind it, and the blocks that prefill
         keeps for it then stay until their lease ends. Once started, it frees them when it is aborted.
         """
-        task = asyncio.get_running_loop().create_task(leg)
-        self._lingering.add(task)  # owned: close() awaits what is left of it
-        task.add_done_callback(self._forget)
+        loop = asyncio.get_running_loop()
+        task = loop.create_task(leg)
+        self._own(task)
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
-            loop = asyncio.get_running_loop()
-            loop.call_at(call.began + _LINGER_S, task.cancel)
+            if not call.connected:
+                task.cancel()  # at once: its hand-over is delivered by a leg of its own, and may be read only once
+            self._own(loop.create_task(self._let_go(call, task)))
             raise
+
+    async def _let_go(self, call: Call, leg: asyncio.Task[Any]) -> None:
+        """End a leg whose client has left, and close what it may have opened meanwhile."""
+        await asyncio.wait((leg,), timeout=call.began + _LINGER_S - asyncio.get_running_loop().time())
+        leg.cancel()
+        await asyncio.wait((leg,))
+        await call.aclose()
+
+    def _own(self, task: asyncio.Task[Any]) -> None:
+        self._lingering.add(task)  # close() awaits what is left of it
+        task.add_done_callback(self._forget)
 
     def _forget(self, task: asyncio.Task[Any]) -> None:
         self._lingering.discard(task)
