@@ -14,7 +14,7 @@ from envelope.json_codec import JSONDecodeError, loads_lenient
 from envelope.sse import Events, EventTooLarge, data_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from coordinator.context import Headers
     from coordinator.routing.router import Worker
@@ -97,32 +97,52 @@ class Call:
             raise event_error(self.leg, error)
         self._first = data
 
-    async def read(self) -> bytes:
-        """Return the next bytes of the answer, the first event's included; ``b""`` at its end.
+    async def read_all(self) -> bytes:
+        """Return the whole body.
 
         Raises:
             LegFailed, LegTimeout: the answer broke off, or nothing came in time.
         """
+        parts = list[bytes]()
+
+        def keep(data: bytes) -> bool:
+            parts.append(data)
+            return True
+
+        await self.push(keep)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    async def push(self, take: Callable[[bytes], bool]) -> bool:
+        """Give the answer's bytes to ``take`` as they come, the first event's included; see ``LiveStream``."""
         if self._head:
             head = b"".join(self._head)
             self._head.clear()
-            return head
+            if not take(head):
+                return False
         with mapped(self.leg):
             if self.leg.limits.idle_s is None and self.ends_at is None:
-                return await self.connection.read()
-            async with asyncio.timeout_at(self._read_by()):
-                return await self.connection.read()
+                return await self.connection.push(take)
+            return await self._push_in_time(take)
 
-    async def read_all(self) -> bytes:
-        parts = []
-        while part := await self.read():
-            parts.append(part)
-        return b"".join(parts)
+    async def _push_in_time(self, take: Callable[[bytes], bool]) -> bool:
+        idle_s, loop = self.leg.limits.idle_s, asyncio.get_running_loop()
+        heard_at = loop.time()
 
-    def _read_by(self) -> float | None:
-        idle_s = self.leg.limits.idle_s
-        idle_at = asyncio.get_running_loop().time() + idle_s if idle_s else None
-        return earliest(idle_at, self.ends_at)
+        def heard(data: bytes) -> bool:
+            nonlocal heard_at
+            heard_at = loop.time()
+            return take(data)
+
+        while True:
+            idle_at = heard_at + idle_s if idle_s else None
+            try:
+                async with asyncio.timeout_at(earliest(idle_at, self.ends_at)):
+                    return await self.connection.push(heard)
+            except TimeoutError:
+                now = loop.time()
+                if (self.ends_at is not None and now >= self.ends_at) or idle_s is None or now >= heard_at + idle_s:
+                    raise
+                # Something has come since the limit was set, so it is set anew.
 
     async def aclose(self) -> None:
         """Give the permit back and, unless the answer was read to its end, close the connection: the worker stops."""

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from envelope.formats import Format
     from envelope.json_codec import Json
@@ -37,7 +37,7 @@ Headers = tuple[tuple[str, str], ...]
 class LiveStream(Protocol):
     """A worker's event stream that has begun: its first event has been read, and is not an error.
 
-    ``read`` gives the bytes as they come, the first event's included, cut anywhere. ``aclose`` may be called at any
+    ``push`` gives the bytes as they come, the first event's included, cut anywhere. ``aclose`` may be called at any
     time and more than once; before the end it closes the connection, which stops the worker.
     """
 
@@ -49,8 +49,14 @@ class LiveStream(Protocol):
     def first_event(self) -> bytes:
         """The data of the first event, without ``data:`` and line ends."""
 
-    async def read(self) -> bytes:
-        """Return the next bytes; ``b""`` at the end."""
+    async def push(self, take: Callable[[bytes], bool]) -> bool:
+        """Give the bytes to ``take`` as they come; True at the end.
+
+        False as soon as ``take`` returns False: reading has stopped, and the next call goes on.
+
+        Raises:
+            LegFailed, LegTimeout: the answer broke off, or nothing came in time; and whatever ``take`` raises.
+        """
 
     async def aclose(self) -> None: ...
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from coordinator.context import RequestContext
-from coordinator.headers import leg_headers, leg_id, request_id, upstream_headers
+from coordinator.headers import CREDENTIALS, leg_headers, leg_id, request_id, upstream_headers
 from coordinator.pipeline import Pipeline
 from coordinator.step import Fetched, Reply
 from envelope.client_request import check
@@ -24,7 +24,7 @@ from envelope.media_types import Kind
 from envelope.sampling import client_sampling
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from coordinator.context import Headers
     from coordinator.step import Events, FetchLimits, Leg, Step
@@ -106,8 +106,16 @@ class _Scribe:
     def _write_down(self, ctx: RequestContext, leg: Leg) -> None:
         worker = self._links[leg.role].router.pick(ctx)
         assert worker is not None, "nobody was tried yet"
-        headers = (("Content-Type", "application/json"), *leg_headers(ctx, leg, worker))
+        # Output of a command is pasted into tickets: whose key a leg carries is seen, and not the key.
+        sent = ((name, _hidden(value) if name.lower() in CREDENTIALS else value)
+                for name, value in leg_headers(ctx, leg, worker))  # fmt: skip
+        headers = (("Content-Type", "application/json"), *sent)
         self.sent.append(SentLeg(leg.step, "POST", worker.url + leg.path, headers, leg.body))
+
+
+def _hidden(credential: str) -> str:
+    scheme, blank, _ = credential.partition(" ")
+    return f"{scheme} ***" if blank else "***"
 
 
 class _NoFetcher:
@@ -129,8 +137,8 @@ class _Opened:
     def __init__(self, first_event: bytes) -> None:
         self.first_event = first_event
 
-    async def read(self) -> bytes:
-        return b""
+    async def push(self, take: Callable[[bytes], bool]) -> bool:
+        return True
 
     async def aclose(self) -> None:
         pass

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 from multidict import CIMultiDict
 
-from coordinator.relay import pump
+from coordinator.relay import ClientSink, pump
 from coordinator.shapes import EVENT_STREAM, error_body, error_event, stream_shape, whole_answer
 from envelope.errors import ApiError, ClientGone
 from envelope.generate import usage_of
@@ -133,7 +133,7 @@ class Exchange:
             result.ttft_s = self._manner.clock() - self._read_at
 
         try:
-            await pump(answer.source, shape, stream, first_content)
+            await pump(answer.source, shape, ClientSink(self._request, stream), first_content)
             result.error = shape.error
             if result.error is None:
                 await self._end(stream)

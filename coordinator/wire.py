@@ -232,7 +232,7 @@ class Connection(asyncio.Protocol):
     async def _wait(self) -> None:
         if self._error is not None:
             raise self._error
-        if self._paused and self._push is not None:
+        if self._paused:
             self._paused = False
             self._transport.resume_reading()
         self._waiter = self._loop.create_future()
