@@ -1,6 +1,7 @@
 """The command line: serve, check, explain, schema, demo.
 
-Exit codes: 0 done, 1 the request or the run failed, 2 the configuration or the command line is wrong.
+Exit codes: 0 done, 1 the request or the run failed, 2 the configuration or the command line is wrong; as a shell has
+them, 130 interrupted, 141 nobody reads the output any more.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from coordinator.config import ConfigError, load
 from coordinator.logs import TRACE, set_up
 from envelope.errors import ApiError
 from envelope.formats import PATHS, Format
+from envelope.json_codec import JSONDecodeError, loads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
     from coordinator.config import Config
     from coordinator.step import Step
 
-FAILED, WRONG = 1, 2
+FAILED, WRONG, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141
 
 _LEVELS = {"warning": logging.WARNING, "info": logging.INFO, "debug": logging.DEBUG, "trace": TRACE}
 
@@ -50,16 +52,27 @@ class NoEvents:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run one command and exit with its code."""
-    args = _parser().parse_args(argv)
     try:
-        code = args.run(args)
+        code = _main(argv)
+    except BrokenPipeError:
+        # Whoever read the output has had enough of it. The rest, which Python flushes at exit, goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = PIPE_CLOSED
+    sys.exit(code)
+
+
+def _main(argv: Sequence[str] | None) -> int:
+    try:
+        args = _parser().parse_args(argv)
+        return args.run(args)  # type: ignore[no-any-return]
     except ConfigError as error:
         for problem in error.problems:
             print(problem, file=sys.stderr)
-        code = WRONG
+        return WRONG
     except KeyboardInterrupt:
-        code = 130
-    sys.exit(code)
+        return INTERRUPTED
+    finally:
+        print(end="", flush=True)  # a pipe that is closed is told of here
 
 
 def run(main_coroutine: Coroutine[Any, Any, int | None]) -> int:
@@ -162,12 +175,12 @@ def _load(args: argparse.Namespace) -> Config:
 
 
 def _read_request(path: str) -> Any:
+    """Read a client's body as the server does: with every digit, and nothing that JSON does not have."""
     try:
-        text = sys.stdin.read() if path == "-" else Path(path).read_text()
-        return json.loads(text)
+        return loads(sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes())
     except OSError as error:
         raise ConfigError([f"{path}: {error.strerror}"]) from None
-    except ValueError as error:
+    except JSONDecodeError as error:
         raise ConfigError([f"{path}: not JSON: {error}"]) from None
 
 

@@ -64,7 +64,7 @@ class Render:
     def plan(self, api: Format) -> PlanRow:
         path = RENDER_PATHS.get(api)
         if path is None:
-            return PlanRow(api, self.type, self.role, None, None, ("no call: the client sends token ids",))
+            return PlanRow(api, self.type, self.role, None, None, ("the client sends token ids",))
         notes = ("no call for a token-array prompt",) if api is Format.COMPLETIONS else ()
         return PlanRow(api, self.type, self.role, api, path, notes)
 

@@ -187,7 +187,7 @@ PLANS = {
     Format.RESPONSES: PlanRow(Format.RESPONSES, "render", "render", Format.RESPONSES, "/v1/responses/render"),
     Format.MESSAGES: PlanRow(Format.MESSAGES, "render", "render", Format.MESSAGES, "/v1/messages/render"),
     Format.GENERATE: PlanRow(
-        Format.GENERATE, "render", "render", None, None, ("no call: the client sends token ids",)),
+        Format.GENERATE, "render", "render", None, None, ("the client sends token ids",)),
 }  # fmt: skip
 
 
