@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import time
 from typing import TYPE_CHECKING
@@ -12,13 +13,16 @@ from prometheus_client import CollectorRegistry
 
 from coordinator import registry
 from coordinator.admission import Admission
+from coordinator.credentials import Closed, Credentials
 from coordinator.fetch import HttpMediaFetcher
+from coordinator.headers import CREDENTIALS
 from coordinator.health import Readiness, RoleProbe
 from coordinator.intake import Intake
 from coordinator.listener import PATIENCE, Patience, Runner, json_errors
 from coordinator.logs import log
 from coordinator.metrics import Metrics
 from coordinator.pipeline import Pipeline
+from coordinator.problems import Path, show_path
 from coordinator.questions import Questions
 from coordinator.release import Releaser
 from coordinator.respond import Manner
@@ -28,21 +32,28 @@ from coordinator.routing.static import StaticRouter
 from coordinator.server import Front
 from coordinator.units import megabytes_to_bytes
 from coordinator.upstream import HttpUpstream, RoleLink
+from coordinator.watch import Watch
 from envelope.formats import PATHS, RENDER_PATHS, Format
 from steps.decode import Decode
 from steps.render import Render
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
     from coordinator.admission import Place
     from coordinator.config import Config, Pool
     from coordinator.context import RequestContext
+    from coordinator.outbound import Outbound
     from coordinator.routing.router import Router
     from coordinator.step import Step
+    from coordinator.tls import Certificate
 
 FRONT = web.AppKey("front", Front)
 READINESS = web.AppKey("readiness", Readiness)
+WATCH = web.AppKey("watch", Watch)
+# Of the main port and of that of the metrics; None is plain HTTP.
+CERTIFICATES: web.AppKey[tuple[Certificate | None, Certificate | None]] = web.AppKey("certificates", tuple)
 
 SERVED = tuple(Format)
 
@@ -51,22 +62,30 @@ def build(config: Config) -> web.Application:
     """Return the application that a configuration describes; nothing is opened before it starts.
 
     Raises:
-        ConfigError: the steps do not fit together, or not with the rest of the file.
+        ConfigError: the steps do not fit together, or not with the rest of the file; or a key or a certificate that
+            the file names cannot be read.
     """
     metrics = Metrics(CollectorRegistry())
     steps = registry.build(config, metrics)
-    media = HttpMediaFetcher()
-    upstream = HttpUpstream(links(config, steps), config.pipeline.forward_response_headers, metrics, media)
+    credentials = Credentials(os.environ, config.sources)
+    server, media = config.server, HttpMediaFetcher()
+    carry = config.pipeline.forward_response_headers
+    upstream = HttpUpstream(links(config, steps, credentials), carry, metrics, media)
+    keys = credentials.client_keys(server)
+    main = credentials.certificate(server, "cert_path") if server.secure_serving else None
+    certificates = main, credentials.certificate(server, "metrics_cert_dir")
+    credentials.check()
     decode = next(step for step in steps if isinstance(step, Decode))
     releaser = Releaser(decode.release_leg, upstream, metrics)
     readiness = Readiness(probes(steps, upstream.links), config.server.readiness_interval)
     front = Front(
         apis=SERVED,
+        keys=keys,
         admission=Admission(
-            config.server.max_concurrency,
+            server.max_concurrency,
             places(config, upstream.links),
-            queue_size=config.server.queue_size,
-            queue_timeout_s=config.server.queue_timeout or None,
+            queue_size=server.queue_size,
+            queue_timeout_s=server.queue_timeout or None,
             events=metrics,
             clock=time.monotonic,
         ),
@@ -84,7 +103,7 @@ def build(config: Config) -> web.Application:
         questions=Questions(upstream),
         metrics=metrics,
         routing_headers=routing_headers(config),
-        discard=config.pipeline.forward_response_headers,
+        discard=discarded(config),
         clock=time.monotonic,
     )
     # Sizes are ours to check, with an error body that aiohttp's own 413 does not have.
@@ -92,40 +111,66 @@ def build(config: Config) -> web.Application:
     app[FRONT] = front
     app[READINESS] = readiness
     app[PATIENCE] = Patience(
-        config.server.write_stall_timeout or None,
-        config.server.read_header_timeout or None,
-        config.server.idle_timeout or None,
+        server.write_stall_timeout or None,
+        server.read_header_timeout or None,
+        server.idle_timeout or None,
     )
-    app.add_routes(front.routes(metrics=config.server.metrics_port is None))
+    app[WATCH] = credentials.watch
+    app[CERTIFICATES] = certificates
+    app.add_routes(front.routes(metrics=server.metrics_port is None))
     app.cleanup_ctx.append(_media(media))
+    app.cleanup_ctx.append(_watching(credentials.watch))
     app.cleanup_ctx.append(_workers(upstream, readiness, releaser))
     return app
 
 
-def links(config: Config, steps: Sequence[Step]) -> dict[str, RoleLink]:
+def links(config: Config, steps: Sequence[Step], credentials: Credentials | Closed) -> dict[str, RoleLink]:
     """Return how each role that the steps use is reached."""
     found: dict[str, RoleLink] = {}
     for role in ("prefill", "decode"):
         pool: Pool | None = getattr(config.pools, role)
         if pool is not None:
-            found[role] = RoleLink(_pool_router(config, pool), pool.max_idle_conns_per_host, pool.idle_conn_timeout)
-        elif config.gateway is not None:
-            gateway = config.gateway
+            at: Path = ("pools", role)
             found[role] = RoleLink(
-                GatewayRouter(gateway.address, role),
+                _pool_router(config, pool, credentials.headers(pool, at)),
+                pool.max_idle_conns_per_host,
+                pool.idle_conn_timeout,
+                tls=credentials.verification(pool, at),
+                our_key=_our_key(config, pool, at),
+            )
+        elif config.gateway is not None:
+            gateway, at = config.gateway, ("gateway",)
+            found[role] = RoleLink(
+                GatewayRouter(gateway.address, credentials.headers(gateway, at, ("EPP-Profile", role))),
                 gateway.max_idle_conns_per_host,
                 gateway.idle_conn_timeout,
                 gateway.timeout or None,
+                tls=credentials.verification(gateway, at),
+                our_key=_our_key(config, gateway, at),
             )
-    for step in steps:
+    for index, step in enumerate(steps):
         if isinstance(step, Render):
-            params = step.params
+            params, at = step.params, ("pipeline", "steps", index, "params")
             found["render"] = RoleLink(
-                StaticRouter((params.address,), "round_robin"),
+                StaticRouter((params.address,), "round_robin", headers=credentials.headers(params, at)),
                 params.max_idle_conns_per_host,
                 params.idle_conn_timeout,
+                tls=credentials.verification(params, at),
+                our_key=_our_key(config, params, at),
             )
     return found
+
+
+def _our_key(config: Config, of: Outbound, at: Path) -> str | None:
+    """Return the name of the key that these servers get from us; None where they get the client's own."""
+    ours = of.api_key is not None or not config.server.forwards_authorization
+    return show_path((*at, "api_key")) if ours else None
+
+
+def discarded(config: Config) -> list[str]:
+    """Return the names of headers that go no further than here when a client sends them."""
+    known_here = () if config.server.forwards_authorization else CREDENTIALS
+    return [*config.pipeline.forward_response_headers, *known_here]
 
 
 def probes(steps: Sequence[Step], links: Mapping[str, RoleLink]) -> list[RoleProbe]:
@@ -145,6 +190,8 @@ def probes(steps: Sequence[Step], links: Mapping[str, RoleLink]) -> list[RolePro
             links[role].router.known(),
             () if gateway else tuple(sorted(paths[role] & needed)),
             gateway=gateway,
+            tls=links[role].tls,
+            our_key=links[role].our_key,
         )
         for role in paths
         for gateway in [isinstance(links[role].router, GatewayRouter)]
@@ -179,14 +226,15 @@ def _place(role: str, router: Router, limit: int) -> Place:
     return of
 
 
-def _pool_router(config: Config, pool: Pool) -> StaticRouter | HeaderRouter:
+def _pool_router(config: Config, pool: Pool, headers: Sequence[tuple[str, str]]) -> StaticRouter | HeaderRouter:
     if pool.endpoints is not None:
-        return StaticRouter(pool.endpoints, pool.policy, pool.max_inflight)
+        return StaticRouter(pool.endpoints, pool.policy, pool.max_inflight, headers)
     assert pool.header is not None and pool.allow is not None
     others = [other for other in (config.pools.prefill, config.pools.decode) if other not in (None, pool)]
     # A worker cannot hand its blocks to itself: named for both legs, it does both at once.
     never = [url for other in others if other is not None for url in other.endpoints or ()]
-    return HeaderRouter(pool.header, pool.allow, never, required=pool is config.pools.decode)
+    required = pool is config.pools.decode
+    return HeaderRouter(pool.header, pool.allow, never, required=required, headers=headers)
 
 
 def _media(media: HttpMediaFetcher) -> Callable[[web.Application], AsyncIterator[None]]:
@@ -194,6 +242,16 @@ def _media(media: HttpMediaFetcher) -> Callable[[web.Application], AsyncIterator
         await media.start()
         yield
         await media.close()
+
+    return opened
+
+
+def _watching(watch: Watch) -> Callable[[web.Application], AsyncIterator[None]]:
+    async def opened(app: web.Application) -> AsyncIterator[None]:
+        async with asyncio.TaskGroup() as tasks:
+            watching = tasks.create_task(watch.run())
+            yield
+            watching.cancel()
 
     return opened
 
@@ -219,10 +277,10 @@ async def serve(config: Config) -> None:
     front, server = app[FRONT], config.server
     runner = Runner(app, server.max_header_size)
     await runner.setup()
-    extra = await _metrics_site(config, front)
+    extra = await _metrics_site(config, front, _tls(app, 1))
     try:
         listen = server.listen_addr
-        await web.TCPSite(runner, listen.host, listen.port, backlog=2048).start()
+        await web.TCPSite(runner, listen.host, listen.port, backlog=2048, ssl_context=_tls(app, 0)).start()
         for host, port, *_ in runner.addresses:
             log.info("listening", extra={"fields": {"address": f"{host}:{port}"}})
         await _until_stopped(front, signals, server.shutdown_timeout)
@@ -232,7 +290,12 @@ async def serve(config: Config) -> None:
             await extra.cleanup()
 
 
-async def _metrics_site(config: Config, front: Front) -> web.AppRunner | None:
+def _tls(app: web.Application, port: int) -> ssl.SSLContext | None:
+    certificate = app[CERTIFICATES][port]
+    return None if certificate is None else certificate.context
+
+
+async def _metrics_site(config: Config, front: Front, tls: ssl.SSLContext | None) -> web.AppRunner | None:
     port = config.server.metrics_port
     if port is None or port <= 0:
         return None
@@ -240,7 +303,7 @@ async def _metrics_site(config: Config, front: Front) -> web.AppRunner | None:
     app.add_routes([web.get("/metrics", front.metrics_page)])
     runner = web.AppRunner(app, access_log=None, handle_signals=False)
     await runner.setup()
-    await web.TCPSite(runner, config.server.listen_addr.host, port).start()
+    await web.TCPSite(runner, config.server.listen_addr.host, port, ssl_context=tls).start()
     return runner
 
 

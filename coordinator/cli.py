@@ -127,9 +127,10 @@ def _print_plan(config: Config, steps: Sequence[Step], api: Format) -> None:
 def _destination(config: Config, steps: Sequence[Step], role: str) -> str:
     """Say where a role's legs go, as the file has it."""
     from coordinator.app import links
+    from coordinator.credentials import Closed
     from coordinator.routing.gateway import GatewayRouter
 
-    router = links(config, steps)[role].router
+    router = links(config, steps, Closed())[role].router
     workers = ", ".join(worker.url for worker in router.known())
     if isinstance(router, GatewayRouter):
         return f"{workers} with EPP-Profile: {role}"
@@ -140,7 +141,8 @@ def _destination(config: Config, steps: Sequence[Step], role: str) -> str:
 
 
 def _explain(args: argparse.Namespace) -> int:
-    from coordinator.app import links, routing_headers
+    from coordinator.app import discarded, links, routing_headers
+    from coordinator.credentials import Closed
     from coordinator.explain import explain, guess_api
 
     config = _load(args)
@@ -148,9 +150,10 @@ def _explain(args: argparse.Namespace) -> int:
     body = _read_request(args.request)
     api = Format(args.api) if args.api else guess_api(body)
     headers = tuple(_header(text) for text in args.header)
-    routing, discard = routing_headers(config), config.pipeline.forward_response_headers
+    routing, discard = routing_headers(config), discarded(config)
+    roles = links(config, steps, Closed())
     try:
-        legs = asyncio.run(explain(steps, links(config, steps), NoEvents(), api, body, headers, routing, discard))
+        legs = asyncio.run(explain(steps, roles, NoEvents(), api, body, headers, routing, discard))
     except ApiError as error:
         print(json.dumps({"error": error.body("")}, indent=2), file=sys.stderr)
         return FAILED

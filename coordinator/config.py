@@ -25,7 +25,10 @@ from pydantic import (
 )
 
 from coordinator.environment import overrides, put
+from coordinator.outbound import Outbound
 from coordinator.problems import ConfigError, Faults, Sources, one_of, sentences
+from coordinator.secret import ApiKeys
+from coordinator.tls import parse_suite, parse_version
 from coordinator.units import (
     Allow,
     BaseUrl,
@@ -63,7 +66,7 @@ _OWN_HEADERS = frozenset(
     }
     | {"trailers", "transfer-encoding", "upgrade", "host", "expect", "accept", "accept-encoding"}
     | {"content-encoding", "content-length", "content-md5", "content-type", "digest"}
-    | {"authorization", "cookie", "set-cookie"}
+    | {"authorization", "x-api-key", "cookie", "set-cookie"}
     | {"x-request-id", "epp-profile", "prefer"}
 )
 
@@ -110,8 +113,6 @@ def _unless_set(what: str) -> AfterValidator:
     return AfterValidator(refuse)
 
 
-_TLS = _unless_set("serving TLS (end it in front of the coordinator meanwhile)")
-
 _BOTH_AT_ONCE = (
     "{} needs prefill and decode in flight at once, and a step for that comes in a later release: "
     "write kv-nixl or kv-shared-storage"
@@ -131,8 +132,9 @@ Policy = Annotated[
         }
     ),
 ]
+TlsVersion = Annotated[str, AfterValidator(parse_version)]
+TlsSuites = Annotated[tuple[Annotated[str, AfterValidator(parse_suite)], ...], Items]
 HeaderName = Annotated[str, AfterValidator(_header_name)]
-Texts = Annotated[tuple[str, ...], Items]
 
 
 class Section(BaseModel):
@@ -220,15 +222,41 @@ class Server(Section):
         "from then on an error is an event and no status; 0 is never",
     )
     heartbeat_interval: PositiveDuration = Field(15.0, description="time between such comment lines")
-    secure_serving: Annotated[bool, _TLS] = Field(
-        False, description="serve TLS (llm-d: true); only false for now, end TLS in front of the coordinator"
+    api_keys: ApiKeys = Field(
+        (),
+        description="keys of which clients must send one, as Authorization: Bearer or x-api-key; each is the key, "
+        "env:NAME or file:PATH; none lets everybody in; /healthz and /readyz stay open, and /metrics on its own port",
     )
-    cert_path: Annotated[str, _TLS] = Field("", description="folder with tls.crt and tls.key; only empty for now")
-    tls_min_version: Annotated[str, _TLS] = Field("", description="lowest TLS version; only empty for now")
-    tls_cipher_suites: Annotated[Texts, _TLS] = Field((), description="TLS 1.2 cipher suites; only empty for now")
-    metrics_cert_dir: Annotated[str, _TLS] = Field(
-        "", description="folder with the metrics port's tls.crt and tls.key; only empty for now"
+    api_keys_file: str = Field("", description="file with more such keys, one on a line; read again when it changes")
+    forward_authorization: bool | None = Field(
+        None,
+        description="send workers the key that a client sent; unset is false where keys are checked here, else true",
     )
+    secure_serving: bool = Field(
+        False, description="serve TLS with the certificate in cert_path (llm-d: true, with one of its own making)"
+    )
+    cert_path: str = Field(
+        "", description="folder with tls.crt and tls.key; they are read again when they change, without a restart"
+    )
+    tls_min_version: TlsVersion = Field(
+        "", description="lowest TLS version, VersionTLS12 or VersionTLS13; empty is VersionTLS12"
+    )
+    tls_cipher_suites: TlsSuites = Field(
+        (),
+        description="suites of TLS 1.2 by Go's names, such as TLS_ECDHE_RSA_WITH_AES_128_GCM_SHA256; empty is Python's "
+        "own choice",
+    )
+    metrics_cert_dir: str = Field(
+        "", description="folder with tls.crt and tls.key of the metrics port, which is plain HTTP without it"
+    )
+
+    @property
+    def checks_keys(self) -> bool:
+        return bool(self.api_keys or self.api_keys_file)
+
+    @property
+    def forwards_authorization(self) -> bool:
+        return not self.checks_keys if self.forward_authorization is None else self.forward_authorization
 
     def _faults(self) -> Iterator[tuple[str, str]]:
         if self.metrics_port is not None and 0 < self.metrics_port == self.listen_addr.port:
@@ -236,9 +264,19 @@ class Server(Section):
                 "metrics_port",
                 f"{self.metrics_port} is listen_addr's port too, take the key out to have /metrics there",
             )
+        if self.secure_serving and not self.cert_path:
+            yield "cert_path", "missing: write the folder that holds tls.crt and tls.key, or secure_serving: false"
+        if "secure_serving" not in self.model_fields_set:
+            for key in ("cert_path", "tls_min_version", "tls_cipher_suites"):
+                if getattr(self, key):
+                    yield key, "means nothing without TLS, which is off by default here: write secure_serving: true too"
+        if self.tls_cipher_suites and self.tls_min_version == "VersionTLS13":
+            yield "tls_cipher_suites", "are of TLS 1.2, which VersionTLS13 does not serve: take one of the two out"
+        if self.metrics_cert_dir and (self.metrics_port is None or self.metrics_port <= 0):
+            yield "metrics_cert_dir", "there is no metrics port of its own, write metrics_port or take this out"
 
 
-class Gateway(Section):
+class Gateway(Section, Outbound):
     """One gateway whose endpoint picker chooses the worker of every leg."""
 
     address: BaseUrl = Field(
@@ -252,13 +290,12 @@ class Gateway(Section):
     )
 
 
-class Pool(Section):
+class Pool(Section, Outbound):
     """The workers of one role: listed here, or named in each request by the router in front."""
 
     later: ClassVar[Mapping[str, str]] = {
         "dns": "finding workers by DNS comes in a later release, list them in endpoints",
         "kubernetes": "finding workers by Kubernetes comes in a later release, list them in endpoints",
-        "api_key": "workers' API keys come in a later release, take the key out",
         "bootstrap_port": "connectors that need a bootstrap port come in a later release, take the key out",
     }
 

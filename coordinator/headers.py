@@ -51,6 +51,9 @@ ROUTING = frozenset(
     )
 )
 
+# What a client proves itself with. Where we have checked it, workers need not know it.
+CREDENTIALS = frozenset(("authorization", "x-api-key"))
+
 _NOT_UPSTREAM = _HOP_BY_HOP | _FRAMING | ROUTING | {"x-request-id"}
 _NOT_DOWNSTREAM = _HOP_BY_HOP | _FRAMING | {"date", "server", "x-request-id", "set-cookie", "alt-svc"}
 
@@ -87,6 +90,8 @@ def leg_headers(ctx: RequestContext, leg: Leg, worker: Worker, attempt: int = 0)
         *ctx.carried.items(),
     )
     ours = {name.lower() for name, _ in own}
+    if "authorization" in ours:
+        ours |= CREDENTIALS  # our key in place of the client's, in whichever header it came
     kept = ((name.lower(), name, value) for name, value in ctx.headers)
     spelled: dict[str, str] = {}  # repeated names must be spelled alike: aiohttp sends the last one of others alone
     return [*((spelled.setdefault(low, name), value) for low, name, value in kept if low not in ours), *own]

@@ -27,6 +27,7 @@ from envelope.errors import (
     InternalError,
     LegRejected,
     Overloaded,
+    Unauthorized,
     Unavailable,
 )
 from envelope.formats import PATHS, Format
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from coordinator.context import Headers
     from coordinator.health import Readiness
     from coordinator.intake import Intake
+    from coordinator.keys import Keys
     from coordinator.metrics import Metrics
     from coordinator.pipeline import Pipeline
     from coordinator.questions import Questions
@@ -67,6 +69,8 @@ class Outcome:
             self.word = "rejected"
         elif isinstance(error, Overloaded):
             self.word = "overloaded"
+        elif isinstance(error, Unauthorized):
+            self.word = "unauthorized"
         elif error.status < 500:
             self.word = "bad_request"
         else:
@@ -78,8 +82,10 @@ class Front:
 
     Args:
         apis: the client APIs that are served.
+        keys: of which clients must have one; None lets everybody in.
         routing_headers: lower-case names of the headers that name workers in this configuration.
-        discard: lower-case names of headers that only workers may set (``forward_response_headers``).
+        discard: lower-case names of headers that go no further than here: those that only workers may set
+            (``forward_response_headers``), and clients' keys where they are checked here.
         clock: monotonic seconds.
     """
 
@@ -87,6 +93,7 @@ class Front:
         self,
         *,
         apis: Sequence[Format],
+        keys: Keys | None,
         admission: Admission,
         pipeline: Pipeline,
         releaser: Releaser,
@@ -100,6 +107,7 @@ class Front:
         clock: Callable[[], float],
     ) -> None:
         self._apis = tuple(apis)
+        self._keys = keys
         self.admission = admission
         self._pipeline = pipeline
         self._releaser = releaser
@@ -125,7 +133,7 @@ class Front:
             web.get("/healthz", self._healthz),
             web.get("/readyz", self._readyz),
         ]
-        return [*posts, *others, *([web.get("/metrics", self.metrics_page)] if metrics else [])]
+        return [*posts, *others, *([web.get("/metrics", self._guarded_metrics)] if metrics else [])]
 
     def _handler(self, api: Format) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def handle(request: web.Request) -> web.StreamResponse:
@@ -210,8 +218,10 @@ class Front:
         """Refuse what can be refused by the head alone, and before any waiting.
 
         Raises:
-            Unavailable
+            Unauthorized, Unavailable.
         """
+        if self._keys is not None:
+            self._keys.check(request.headers)
         if self.draining:
             raise Unavailable("this coordinator is shutting down; ask again", headers=_DRAINING)
 
@@ -309,6 +319,15 @@ class Front:
         if problems:
             return web.Response(status=503, text="".join(f"{problem}\n" for problem in problems))
         return web.Response(text="ok\n")
+
+    async def _guarded_metrics(self, request: web.Request) -> web.StreamResponse:
+        """Answer /metrics on the main port, where clients are: they tell of everybody's load."""
+        try:
+            if self._keys is not None:
+                self._keys.check(request.headers)
+        except ApiError as error:
+            return await refuse(request, None, request_id(request.headers.get("X-Request-Id")), error, self._manner)
+        return await self.metrics_page(request)
 
     async def metrics_page(self, request: web.Request) -> web.StreamResponse:
         body, content_type = self._metrics.page()

@@ -28,8 +28,13 @@ _SCALE_OUT_HINT = "vllm serve needs --enable-scale-out for this route (vLLM 0.30
 _UNKNOWN_MODEL = ("NotFoundError", "not_found_error")
 
 
-def refusal(leg: Leg, status: int, headers: Mapping[str, str], raw: bytes) -> LegError:
-    """Return the error that a worker's answer with a status outside 2xx stands for."""
+def refusal(leg: Leg, status: int, headers: Mapping[str, str], raw: bytes, our_key: str | None = None) -> LegError:
+    """Return the error that a worker's answer with a status outside 2xx stands for.
+
+    Args:
+        our_key: what the configuration calls the key that the leg carried, or should have; None where the client's own
+            goes to the workers, so that a 401 is the client's.
+    """
     retry = {"Retry-After": headers["Retry-After"]} if "Retry-After" in headers else {}
     if status == 503:
         busy = LegBusy(leg.step, "the worker answered 503: it is overloaded or starting", headers=retry or _SOON)
@@ -41,7 +46,7 @@ def refusal(leg: Leg, status: int, headers: Mapping[str, str], raw: bytes) -> Le
     if not 400 <= status < 500:
         return LegFailed(leg.step, f"the worker answered {status}")
     error = _error_object(raw, status)
-    if hint := _our_fault(leg, status, error):
+    if hint := _our_fault(leg, status, error, our_key):
         return LegFailed(leg.step, f"the worker answered {status} on {leg.path}; {hint}")
     return LegRejected(leg.step, status, error or _plain(leg, status), headers=retry)
 
@@ -76,7 +81,9 @@ def _queue_full(leg: Leg, raw: bytes) -> bool:
     return leg.path == PATHS[Format.GENERATE] and error is not None and error.get("type") == "Service Unavailable"
 
 
-def _our_fault(leg: Leg, status: int, error: dict[str, Any] | None) -> str | None:
+def _our_fault(leg: Leg, status: int, error: dict[str, Any] | None, our_key: str | None) -> str | None:
+    if status == 401 and our_key is not None:
+        return f"{our_key} must be the key that it was started with"
     if status == 403 and leg.path in _SCALE_OUT_PATHS:
         return _SCALE_OUT_HINT
     if status in (404, 405) and (error is None or error.get("type") not in _UNKNOWN_MODEL):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
+from coordinator.outbound import Outbound
 from coordinator.step import Leg, LegLimits, PlanRow
 from coordinator.units import BaseUrl, Duration
 from envelope.client_request import prompt_token_ids
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
     from envelope.json_codec import Json
 
 
-class Params(StepParams):
-    """llm-d's parameters of the render step."""
+class Params(StepParams, Outbound):
+    """llm-d's parameters of the render step, and what its server is to be told and to prove."""
 
     address: BaseUrl = Field(description="the render service, as http://host:port")
     timeout: Duration = Field(default=30.0, description="one render call; 0 is no limit")

@@ -16,8 +16,13 @@ if TYPE_CHECKING:
 
 
 class GatewayRouter:
-    def __init__(self, address: str, role: str) -> None:
-        self._worker = Worker(address, headers=(("EPP-Profile", role),))
+    """
+    Args:
+        headers: what every leg carries; the role's profile is among them.
+    """
+
+    def __init__(self, address: str, headers: Sequence[tuple[str, str]]) -> None:
+        self._worker = Worker(address, headers)
 
     def serves(self, ctx: RequestContext) -> bool:
         return True

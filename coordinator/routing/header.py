@@ -35,11 +35,19 @@ class HeaderRouter:
         allow: who may be named; anybody else is refused, since a header may come from outside.
         never: base URLs of the workers that do the next leg: naming one of them means "no leg of its own".
         required: the role's leg cannot be left out, so every request must name a worker.
+        headers: what every leg carries.
     """
 
     def __init__(
-        self, header: str, allow: Sequence[AllowEntry], never: Sequence[str] = (), *, required: bool = False
+        self,
+        header: str,
+        allow: Sequence[AllowEntry],
+        never: Sequence[str] = (),
+        *,
+        required: bool = False,
+        headers: Sequence[tuple[str, str]] = (),
     ) -> None:
+        self._headers = headers
         self._header = header
         self._allow = tuple(allow)
         self._never = frozenset(map(origin, never))
@@ -66,7 +74,7 @@ class HeaderRouter:
         return ()
 
     def _worker(self, url: str) -> Worker:
-        worker = self._workers.setdefault(url, Worker(url))
+        worker = self._workers.setdefault(url, Worker(url, self._headers))
         self._workers.move_to_end(url)
         if len(self._workers) > _REMEMBERED:
             self._workers.popitem(last=False)

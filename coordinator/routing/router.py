@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from coordinator.context import Headers, RequestContext
+    from coordinator.context import RequestContext
 
 
 @dataclass(slots=True, eq=False)
@@ -17,12 +17,12 @@ class Worker:
 
     Attributes:
         url: base URL without a trailing slash.
-        headers: what every leg to it carries.
+        headers: what every leg to it carries; a key among them is changed in place when it is renewed.
         in_flight: legs that are being answered now.
     """
 
     url: str
-    headers: Headers = ()
+    headers: Sequence[tuple[str, str]] = field(default=(), repr=False)
     in_flight: int = 0
 
 

@@ -36,10 +36,17 @@ class StaticRouter:
     Args:
         max_inflight: legs that a worker is given at a time, 0 is no limit. ``admission`` lets no more requests in than
             there is room for, so a worker gets one more only where the others have failed.
+        headers: what every leg carries.
     """
 
-    def __init__(self, endpoints: Sequence[str], policy: str, max_inflight: int = 0) -> None:
-        self._workers = tuple(Worker(url) for url in endpoints)
+    def __init__(
+        self,
+        endpoints: Sequence[str],
+        policy: str,
+        max_inflight: int = 0,
+        headers: Sequence[tuple[str, str]] = (),
+    ) -> None:
+        self._workers = tuple(Worker(url, headers) for url in endpoints)
         self._choose = POLICIES[policy]
         self._max_inflight = max_inflight
         self._turn = -1

@@ -165,20 +165,53 @@ SERVER = [
     ("metrics_port: true", "metrics_port: true is not a whole number, write a number such as 1"),
     ("metrics_port: 8080", "metrics_port: 8080 is listen_addr's port too, take the key out to have /metrics there"),
     ("metrics_port: 99999", "metrics_port: 99999 is too large, write at most 65535"),
+    ("max_concurrency: -1", "max_concurrency: -1 is too small, write at least 0"),
+    ("queue_timeout: 5", "queue_timeout: 5 has no unit, write 5s"),
     (
         "secure_serving: true",
-        "secure_serving: serving TLS (end it in front of the coordinator meanwhile) comes in a later release, "
-        "take the key out",
+        "cert_path: missing: write the folder that holds tls.crt and tls.key, or secure_serving: false",
     ),
     (
-        "cert_path: /certs",
-        "cert_path: serving TLS (end it in front of the coordinator meanwhile) comes in a later release, "
-        "take the key out",
+        "cert_path: /certs",  # llm-d would serve TLS with it
+        "cert_path: means nothing without TLS, which is off by default here: write secure_serving: true too",
     ),
     (
-        "tls_cipher_suites: [A]",
-        "tls_cipher_suites: serving TLS (end it in front of the coordinator meanwhile) comes in a later release, "
-        "take the key out",
+        "tls_min_version: VersionTLS11",
+        "tls_min_version: 'VersionTLS11' is not a version that is safe to serve, write VersionTLS12 or VersionTLS13",
+    ),
+    (
+        "tls_cipher_suites: [ECDHE-ECDSA-AES256-GCM-SHA384]",
+        "tls_cipher_suites[0]: 'ECDHE-ECDSA-AES256-GCM-SHA384' is not the name in Go of a suite with ECDHE, "
+        "write TLS_ECDHE_ECDSA_WITH_AES_256_GCM_SHA384 for one",
+    ),
+    (
+        "tls_cipher_suites: [TLS_RSA_WITH_RC4_128_SHA]",
+        "tls_cipher_suites[0]: 'TLS_RSA_WITH_RC4_128_SHA' is not the name in Go of a suite with ECDHE, "
+        "write TLS_ECDHE_RSA_WITH_AES_128_GCM_SHA256 for one",
+    ),
+    (
+        "tls_cipher_suites: [TLS_AES_128_GCM_SHA256]",
+        "tls_cipher_suites[0]: TLS_AES_128_GCM_SHA256 is of TLS 1.3, whose suites are always all on: take it out",
+    ),
+    (
+        "secure_serving: true, cert_path: /c, tls_min_version: VersionTLS13, "
+        "tls_cipher_suites: [TLS_ECDHE_RSA_WITH_AES_128_GCM_SHA256]",
+        "tls_cipher_suites: are of TLS 1.2, which VersionTLS13 does not serve: take one of the two out",
+    ),
+    (
+        "metrics_cert_dir: /certs",
+        "metrics_cert_dir: there is no metrics port of its own, write metrics_port or take this out",
+    ),
+    ("api_keys: {a: SECRET}", "api_keys: the keys are not a list, write one '- key' per line"),
+    ("api_keys: [12345]", "api_keys: this key is not a text, put it in quotes"),
+    (
+        "api_keys: ['SECRET two']",
+        "api_keys: this key has a blank or a character that no header can carry, write a key without it",
+    ),
+    ("api_keys: ['']", "api_keys: this key is empty or not set, and a key should be there"),
+    (
+        "api_keys: ['env:SECRET-1']",
+        "api_keys: env: is followed by the name of an environment variable, such as env:DECODE_API_KEY",
     ),
     ("readtimeout: 3s", "readtimeout: unknown key, did you mean read_timeout?"),
     ("listen-addr: ':1'", "listen-addr: unknown key, did you mean listen_addr?"),
@@ -197,6 +230,9 @@ POOL = [
     ("{endpoints: ['http://a', 'http://a:80/']}", ".endpoints: http://a:80 stands twice, take one out"),
     ("{endpoints: ['http://a/v1']}", ".endpoints[0]: 'http://a/v1' has more than host and port, write http://a: a leg brings its path"),
     ("{endpoints: ['http://a'], allow: [b]}", ".allow: belongs to header, and the workers are listed here: take the key out"),
+    ("{endpoints: ['https://a'], ca_file: /x, insecure_skip_verify: true}", ": with insecure_skip_verify nothing is verified by ca_file: take one of the two out"),
+    ("{endpoints: ['http://a'], api_key: 12345}", ".api_key: this key is not a text, put it in quotes"),
+    ("{endpoints: ['http://a'], max_inflight: -1}", ".max_inflight: -1 is too small, write at least 0"),
     ("{endpoints: {a: b}}", ".endpoints: {'a': 'b'} is not a list, write [a, b] or one '- item' per line"),
     ("{endpoints: ['http://a'], header: x-a, allow: [b]}", ".header: a pool names its workers in one way, take out endpoints or header"),
     ("{endpoints: ['http://a'], policy: leastinflight}", ".policy: 'leastinflight' is not one of round_robin, least_inflight, did you mean least_inflight?"),
