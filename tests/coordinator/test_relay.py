@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from coordinator.relay import pump
 from envelope.errors import LegFailed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 class Source:
@@ -16,11 +19,14 @@ class Source:
     def __init__(self, log: list[Any], *parts: bytes, error: Exception | None = None) -> None:
         self._log, self._parts, self._error = log, list(parts), error
 
-    async def read(self) -> bytes:
-        self._log.append("read")
-        if not self._parts and self._error is not None:
+    async def push(self, take: Callable[[bytes], bool]) -> bool:
+        while self._parts:
+            self._log.append("read")
+            if not take(self._parts.pop(0)):
+                return False
+        if self._error is not None:
             raise self._error
-        return self._parts.pop(0) if self._parts else b""
+        return True
 
 
 class Upper:
@@ -46,13 +52,19 @@ class Upper:
 
 
 class Sink:
-    def __init__(self, log: list[Any], error: Exception | None = None) -> None:
-        self._log, self._error = log, error
+    """A client that is behind after each of ``slow``."""
 
-    async def write(self, data: bytes) -> None:
+    def __init__(self, log: list[Any], error: Exception | None = None, slow: tuple[bytes, ...] = ()) -> None:
+        self._log, self._error, self._slow = log, error, slow
+
+    def put(self, data: bytes) -> bool:
         if self._error is not None:
             raise self._error
         self._log.append(data)
+        return data not in self._slow
+
+    async def drain(self) -> None:
+        self._log.append("drained")
 
 
 async def pumped(*parts: bytes, shape: Upper | None = None, **ends: Any) -> list[Any]:
@@ -61,14 +73,14 @@ async def pumped(*parts: bytes, shape: Upper | None = None, **ends: Any) -> list
     await pump(
         Source(log, *parts, error=ends.get("source")),  # type: ignore[arg-type]
         shape or Upper(),
-        Sink(log, ends.get("sink")),
+        Sink(log, ends.get("sink"), ends.get("slow", ())),
         lambda: log.append("content"),
     )
     return log
 
 
 async def test_each_read_is_written_before_the_next_one_is_made() -> None:
-    assert await pumped(b"r", b"a", b"b") == ["read", b"R", "read", b"A", "content", "read", b"B", "read"]
+    assert await pumped(b"r", b"a", b"b") == ["read", b"R", "read", b"A", "content", "read", b"B"]
 
 
 async def test_first_content_is_told_once_right_after_it_was_written() -> None:
@@ -78,12 +90,17 @@ async def test_first_content_is_told_once_right_after_it_was_written() -> None:
 
 
 async def test_what_a_shape_holds_back_is_not_written_and_comes_at_the_end() -> None:
-    assert await pumped(b"a", b".", b"b") == ["read", b"A", "content", "read", "read", b"B", "read", b"."]
+    assert await pumped(b"a", b".", b"b") == ["read", b"A", "content", "read", "read", b"B", b"."]
 
 
 async def test_a_stream_without_content_tells_of_none() -> None:
-    assert await pumped(b"r") == ["read", b"R", "read"]
-    assert await pumped() == ["read"]
+    assert await pumped(b"r") == ["read", b"R"]
+    assert await pumped() == []
+
+
+async def test_a_client_that_is_behind_stops_the_reading_until_it_has_caught_up() -> None:
+    log = await pumped(b"a", b"b", b"c", slow=(b"A", b"B"))
+    assert log == ["read", b"A", "content", "drained", "read", b"B", "drained", "read", b"C"]
 
 
 @pytest.mark.parametrize("ends", [{"source": LegFailed("decode", "x")}, {"shape": Upper(LegFailed("decode", "x"))}])

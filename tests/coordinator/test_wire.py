@@ -1,0 +1,266 @@
+"""HTTP/1.1 to workers: whatever way the bytes of an answer are cut, it is the same answer."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from coordinator.wire import Broken, ConnectFailed, Connection, Pool, request_head
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable
+
+CHUNKED = b"HTTP/1.1 200 OK\r\nX-A: 1\r\nX-A: 2\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n2\r\nde\r\n0\r\n\r\n"
+SIZED = b"HTTP/1.1 404 Not Found\r\nContent-Length: 5\r\n\r\nabcde"
+UNTIL_CLOSE = b"HTTP/1.1 200 OK\r\nX-A: 1\r\n\r\nabcde"
+EARLY = b"HTTP/1.1 103 Early Hints\r\nLink: </x>\r\n\r\n" + SIZED
+ANSWERS = {"chunked": CHUNKED, "sized": SIZED, "until close": UNTIL_CLOSE, "after early hints": EARLY}
+
+
+class Worker:
+    """A server that answers each request with what the script says: bytes, a pause, or the end of the connection."""
+
+    def __init__(self, *answers: list[Any]) -> None:
+        self.answers = list(answers)
+        self.requests: list[bytes] = []
+        self.connections = 0
+        self.origin = ""
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        try:
+            while self.answers:
+                head = await reader.readuntil(b"\r\n\r\n")
+                length = head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0]
+                self.requests.append(head + (await reader.readexactly(int(length)) if length else b""))
+                for item in self.answers.pop(0):
+                    if item is None:
+                        return
+                    writer.write(item)
+                    await writer.drain()
+                    await asyncio.sleep(0)
+            await reader.read()
+        except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
+            pass
+        finally:
+            writer.close()
+
+
+@pytest.fixture
+async def start() -> AsyncIterator[Callable[..., Awaitable[Worker]]]:
+    servers: list[asyncio.Server] = []
+
+    async def make(*answers: list[Any]) -> Worker:
+        worker = Worker(*answers)
+        server = await asyncio.start_server(worker.serve, "127.0.0.1", 0)
+        servers.append(server)
+        worker.origin = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        return worker
+
+    yield make
+    for server in servers:
+        server.close()
+
+
+@asynccontextmanager
+async def pool(**options: Any) -> AsyncIterator[Pool]:
+    made = Pool(**{"idle": 4, "idle_s": 4.0, **options})
+    try:
+        async with asyncio.timeout(5):
+            yield made
+    finally:
+        made.close()
+
+
+async def asked(made: Pool, worker: Worker, **options: Any) -> tuple[Connection, bytes]:
+    """Make one exchange and give the connection back."""
+    connection = await made.acquire(worker.origin, 1.0, **options)
+    connection.send(request_head("POST", worker.origin, "/x", [("X-B", "é")], 2), b"{}")
+    await connection.head()
+    parts: list[bytes] = []
+    while part := await connection.read():
+        parts.append(part)
+    made.release(worker.origin, connection)
+    return connection, b"".join(parts)
+
+
+@pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
+async def test_an_answer_cut_at_any_byte_is_the_same(start: Any, answer: bytes) -> None:
+    cuts = range(1, len(answer))
+    worker = await start(*[[answer[:cut], answer[cut:], None] for cut in cuts])
+    async with pool() as made:
+        for _ in cuts:
+            connection, body = await asked(made, worker, fresh=True)
+            assert (connection.status in (200, 404), body) == (True, b"abcde")
+
+
+async def test_an_answer_that_comes_byte_by_byte_is_the_same(start: Any) -> None:
+    worker = await start([CHUNKED[i : i + 1] for i in range(len(CHUNKED))])
+    async with pool() as made:
+        connection, body = await asked(made, worker)
+    assert (connection.headers.getall("X-A"), body) == (["1", "2"], b"abcde")
+
+
+async def test_a_request_is_framed_and_its_headers_go_out_as_they_came(start: Any) -> None:
+    worker = await start([SIZED])
+    async with pool() as made:
+        await asked(made, worker)
+    host = worker.origin.removeprefix("http://")
+    assert worker.requests == [
+        f"POST /x HTTP/1.1\r\nHost: {host}\r\nX-B: é\r\nContent-Type: application/json\r\n"
+        f"Content-Length: 2\r\n\r\n{{}}".encode()
+    ]
+
+
+async def test_a_large_body_goes_out_whole(start: Any) -> None:
+    worker = await start([SIZED])
+    body = b"x" * 200_000
+    async with pool() as made:
+        connection = await made.acquire(worker.origin, 1.0)
+        connection.send(request_head("POST", worker.origin, "/x", [], len(body)), body)
+        await connection.head()
+    assert worker.requests[0].endswith(b"\r\n\r\n" + body)
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate"])
+async def test_a_compressed_body_is_inflated(start: Any, encoding: str) -> None:
+    import zlib
+
+    packed = gzip.compress(b"abcde") if encoding == "gzip" else zlib.compress(b"abcde")
+    head = f"HTTP/1.1 200 OK\r\nContent-Encoding: {encoding}\r\nContent-Length: {len(packed)}\r\n\r\n".encode()
+    worker = await start([head, packed[:4], packed[4:]])
+    async with pool() as made:
+        assert (await asked(made, worker))[1] == b"abcde"
+
+
+async def test_a_connection_serves_one_exchange_after_another(start: Any) -> None:
+    worker = await start([SIZED], [CHUNKED], [SIZED])
+    async with pool() as made:
+        first, _ = await asked(made, worker)
+        second, _ = await asked(made, worker)
+        third, _ = await asked(made, worker, fresh=True)
+    assert (first is second, second is third, worker.connections) == (True, False, 2)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        [UNTIL_CLOSE, None],
+        [SIZED.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")],
+        [SIZED.replace(b"1.1", b"1.0")],
+    ],
+)
+async def test_a_connection_that_the_worker_will_close_is_not_kept(start: Any, answer: list[Any]) -> None:
+    worker = await start(answer, [SIZED])
+    async with pool() as made:
+        await asked(made, worker)
+        await asked(made, worker)
+    assert worker.connections == 2
+
+
+async def test_no_more_connections_are_kept_than_the_cap(start: Any) -> None:
+    worker = await start([SIZED], [SIZED], [SIZED])
+    async with pool(idle=1) as made:
+        pair = [await made.acquire(worker.origin, 1.0) for _ in range(2)]
+        for connection in pair:
+            connection.send(request_head("POST", worker.origin, "/x", [], 2), b"{}")
+            await connection.head()
+            assert await connection.read() == b"abcde"
+            made.release(worker.origin, connection)
+        assert [connection.alive for connection in pair] == [True, False]
+
+
+async def test_a_connection_that_was_idle_for_too_long_is_not_used(start: Any) -> None:
+    worker = await start([SIZED], [SIZED])
+    async with pool(idle_s=0.0001) as made:
+        first, _ = await asked(made, worker)
+        await asyncio.sleep(0.001)
+        await asked(made, worker)
+    assert (first.alive, worker.connections) == (False, 2)
+
+
+async def test_what_nobody_asked_for_ends_the_connection(start: Any) -> None:
+    worker = await start([SIZED + SIZED], [SIZED])
+    async with pool() as made:
+        await asked(made, worker)
+        await asyncio.sleep(0.01)
+        assert (await asked(made, worker))[1] == b"abcde"
+    assert worker.connections == 2
+
+
+async def test_a_port_that_nobody_listens_on_is_told_from_a_broken_answer() -> None:
+    async with pool() as made:
+        with pytest.raises(ConnectFailed):
+            await made.acquire("http://127.0.0.1:1", 1.0)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        [None],
+        [b"HTTP/1.1 200 OK\r\n", None],
+        [SIZED[:-1], None],
+        [CHUNKED[:-5], None],
+        [b"SSH-2.0-OpenSSH\r\n\r\n"],
+        [b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n"],
+        [b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: 5\r\n\r\nabcde"],
+    ],
+    ids=["no byte", "half a head", "half a body", "no last chunk", "no HTTP", "no chunk size", "no gzip"],
+)
+async def test_an_answer_that_is_not_whole_or_not_http_is_broken(start: Any, answer: list[Any]) -> None:
+    worker = await start(answer)
+    async with pool() as made:
+        with pytest.raises(Broken):
+            await asked(made, worker)
+
+
+async def test_push_gives_bytes_on_as_they_come_and_stops_when_told(start: Any) -> None:
+    worker = await start([CHUNKED[:-12], b"", CHUNKED[-12:]])
+    taken: list[bytes] = []
+
+    def take(data: bytes) -> bool:
+        taken.append(data)
+        return len(taken) != 1
+
+    async with pool() as made:
+        connection = await made.acquire(worker.origin, 1.0)
+        connection.send(request_head("POST", worker.origin, "/x", [], 2), b"{}")
+        await connection.head()
+        assert await connection.push(take) is False
+        assert await connection.push(take) is True
+        assert await connection.push(take) is True
+    assert b"".join(taken) == b"abcde"
+
+
+async def test_what_push_is_told_by_its_taker_is_raised(start: Any) -> None:
+    worker = await start([CHUNKED[:-5]])
+
+    def take(data: bytes) -> bool:
+        raise RuntimeError("enough")
+
+    async with pool() as made:
+        connection = await made.acquire(worker.origin, 1.0)
+        connection.send(request_head("POST", worker.origin, "/x", [], 2), b"{}")
+        await connection.head()
+        with pytest.raises(RuntimeError, match="enough"):
+            await connection.push(take)
+        assert not connection.reusable
+
+
+async def test_a_reader_that_lags_stops_the_worker_and_loses_nothing(start: Any) -> None:
+    size = 3_000_000
+    worker = await start([b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % size, b"x" * size])
+    async with pool() as made:
+        connection = await made.acquire(worker.origin, 1.0)
+        connection.send(request_head("POST", worker.origin, "/x", [], 2), b"{}")
+        await connection.head()
+        await asyncio.sleep(0.05)
+        held = await connection.read()
+        total = len(held)
+        while part := await connection.read():
+            total += len(part)
+    assert (total, len(held) < size) == (size, True)
