@@ -121,8 +121,9 @@ class Connection(asyncio.Protocol):
 
     @property
     def reusable(self) -> bool:
-        """Whether the answer was read to its end and the worker keeps the connection."""
-        return self._complete and self._keeps and not self._parts and self.alive
+        """Whether the answer was read to its end, the request was written to its own, and the worker keeps it."""
+        unsent = self._transport.get_write_buffer_size()
+        return self._complete and self._keeps and not self._parts and not unsent and self.alive
 
     def close(self) -> None:
         self._transport.abort()

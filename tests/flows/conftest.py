@@ -319,11 +319,14 @@ def config_tree(fleet: SimFleet, shape: str, steps: Mapping[str, Any], changes: 
     pools: dict[str, Any] = {"decode": {"endpoints": [worker.url for worker in fleet.decodes]}}
     if "prefill" in params:
         pools["prefill"] = {"endpoints": [worker.url for worker in fleet.prefills]}
+    if "encode" in params:
+        pools["encode"] = {"endpoints": [worker.url for worker in fleet.encodes]}
     tree = {
         "server": {"listen_addr": "127.0.0.1:0", "readiness_interval": "10s", "heartbeat_after": 0},
         "pools": pools,
         "pipeline": {
             "kv_connector": "kv-nixl",
+            "ec_connector": "ec-nixl",
             "use_openai_format": openai,
             "steps": [{"type": kind, "params": params[kind]} for kind in ORDER if kind in params],
         },
@@ -410,6 +413,7 @@ async def fleet_of(stack: AsyncExitStack, excuse: Excuses) -> AsyncIterator[Call
             await poll(lambda fleet=fleet: not any(w.in_flight or w.core.running for w in fleet.workers))
         if "violations" not in excuse.reasons:
             assert fleet.store.violations == []
+            assert fleet.encodings.violations == []
         if "unread" not in excuse.reasons:
             assert fleet.store.unread == {}
 
@@ -510,6 +514,8 @@ class Scripted:
 
     async def _one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+        if not head[0].startswith(("GET /", "POST /")):
+            return False  # the rest of a body that was not read
         headers = CIMultiDict(line.split(": ", 1) for line in head[1:-2])
         large = int(headers.get("Content-Length", 0)) > 2**20
         unread = large and not self.reads_bodies

@@ -127,10 +127,12 @@ async def test_a_worker_that_says_it_will_close_is_believed(says, line):
 
 
 async def test_an_answer_that_comes_before_the_request_was_read_is_the_answer(coordinator, fleet, scripted):
-    """A worker may refuse a large body by its head alone."""
+    """A worker may refuse a large body by its head; the rest of it must not stand before the next request."""
     refused = scripted.json({"error": {"message": "too large", "type": "BadRequestError", "code": 413}}, 413)
-    decode = await scripted([*refused, scripted.END])
+    decode = await scripted(refused, scripted.json(BODY))
     decode.reads_bodies = False
     at = await coordinator(fleet, "alone", pools={"decode": {"endpoints": [decode.url]}})
-    got = await at.chat("x" * 10_000_000)
+    got = await at.chat("x" * 20_000_000)
     assert (got.status, got.error["message"]) == (413, "too large")
+    assert (await at.chat()).text == "Zoë"
+    assert await at.count("coordinator_stale_connections_total") == 0
