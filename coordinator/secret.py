@@ -143,13 +143,13 @@ _KEY_SCHEMA: dict[str, Any] = {
 ApiKey = Annotated[
     Secret,
     PlainValidator(parse_secret),
-    PlainSerializer(_shown, return_type=str, when_used="json"),
+    PlainSerializer(_shown, return_type=str),
     WithJsonSchema(_KEY_SCHEMA),
 ]
 
 ApiKeys = Annotated[
     tuple[Secret, ...],
     PlainValidator(parse_secrets),
-    PlainSerializer(_shown, return_type=list, when_used="json"),
+    PlainSerializer(_shown, return_type=list),
     WithJsonSchema({"type": "array", "items": _KEY_SCHEMA}),
 ]
