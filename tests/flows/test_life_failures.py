@@ -139,7 +139,7 @@ async def test_a_worker_to_which_no_connection_comes_about_is_a_503(coordinator,
 @pytest.mark.parametrize("limit", ["first_byte_timeout", "request_timeout"])
 async def test_a_prefill_that_never_answers_is_a_504_and_is_let_go(coordinator, fleet, legs, eventually, limit):
     """L18: its connection is closed; decode is not asked; the worker is asked again by the next request."""
-    at = await coordinator(fleet, steps={"prefill": {limit: "100ms"}})
+    at = await coordinator(fleet, steps={"prefill": {limit: "300ms"}})
     fleet.prefill.behave.next(Fault(hang=True))
     got = await at.chat()
     assert (got.status, got.error["type"]) == (504, "GatewayTimeoutError")
@@ -207,11 +207,11 @@ async def test_a_stream_that_stalls_ends_with_an_error_event_and_a_broken_connec
 async def test_a_stream_outlives_its_first_byte_limit(coordinator, fleet, scripted):
     """The limit ends with the first event; a stream as such has none."""
     event = b'data: {"choices":[{"index":0,"delta":{"content":"a"}}]}\n\n'
-    decode = await scripted(scripted.sse(event, 0.3, event + b"data: [DONE]\n\n"))
+    decode = await scripted(scripted.sse(event, 0.3, event, 0.3, event + b"data: [DONE]\n\n"))
     pools = {"decode": {"endpoints": [decode.url]}}
-    at = await coordinator(fleet, "alone", pools=pools, steps={"decode": {"first_byte_timeout": "250ms"}})
+    at = await coordinator(fleet, "alone", pools=pools, steps={"decode": {"first_byte_timeout": "500ms"}})
     got = await at.chat(stream=True)
-    assert (got.status, got.whole, got.text, got.events[-1]) == (200, True, "aa", "[DONE]")
+    assert (got.status, got.whole, got.text, got.events[-1]) == (200, True, "aaa", "[DONE]")
 
 
 WRONG_MODES = {"no echo": ABSENT, "null": None, "tokens": "tokens", "another": "verbose"}

@@ -35,14 +35,17 @@ async def test_least_inflight_goes_round_the_busy_worker(coordinator, fleet_of, 
     assert len(legs(busy)) == 3
 
 
-async def test_least_inflight_spreads_a_burst_evenly(coordinator, fleet_of, legs):
+async def test_least_inflight_spreads_a_burst_evenly(coordinator, fleet, scripted, eventually):
     """Twelve at once on four workers are three each, as nobody ends before all have begun."""
-    fleet = await fleet_of(decodes=4)
-    for worker in fleet.decodes:
-        worker.behave.first_byte_s = 0.3
-    at = await coordinator(fleet, "alone", pools={"decode": {"policy": "least_inflight"}})
-    await asyncio.gather(*(at.chat() for _ in range(12)))
-    assert [len(legs(worker)) for worker in fleet.decodes] == [3] * 4
+    gate = asyncio.Event()
+    workers = [await scripted([gate, *scripted.json({"choices": []})]) for _ in range(4)]
+    pool = {"endpoints": [worker.url for worker in workers], "policy": "least_inflight"}
+    at = await coordinator(fleet, "alone", pools={"decode": pool})
+    asked = asyncio.gather(*(at.chat() for _ in range(12)))
+    await eventually(lambda: sum(len(worker.received) for worker in workers) == 12)
+    assert [len(worker.received) for worker in workers] == [3] * 4
+    gate.set()
+    await asked
 
 
 @pytest.mark.parametrize("policy", ["round_robin", "least_inflight"])
