@@ -41,7 +41,7 @@ async def responses(core: Core, call: Call) -> Answer:
         return Stream(_frames(run))
     generation = run.admit()
     (output,) = await generation.outputs()
-    items = list(_items(parse(output.text, run.parsing)))
+    items = list(_items(parse(output.text, run.parsing), output, parsers=core.settings.parsers))
     return Whole(_response(run, items, output=output, generation=generation))
 
 
@@ -128,14 +128,19 @@ def _usage(run: Run, output: Output, generation: Generation | None) -> dict[str,
     }
 
 
-def _items(parsed: Parsed) -> Iterator[dict[str, Any]]:
+def _items(parsed: Parsed, output: Output, *, parsers: bool) -> Iterator[dict[str, Any]]:
+    """Yield the items of a whole answer; only the last one can have been cut short."""
+    last = "incomplete" if output.finish_reason == "length" else "completed"
     if parsed.reasoning:
         yield reasoning_item(f"rs_{secrets.token_hex(8)}", parsed.reasoning, None)
-    if parsed.content:
-        yield message_item(f"msg_{secrets.token_hex(8)}", parsed.content, "completed")
+    if parsed.content or not parsers:
+        status = "completed" if parsed.tool_calls else last
+        item = message_item(f"msg_{secrets.token_hex(8)}", parsed.content or "", status)
+        yield item if parsed.content else {**item, "content": []}
     for call in parsed.tool_calls:
         function = call["function"]
-        yield call_item(f"fc_{secrets.token_hex(8)}", call["id"], function["name"], function["arguments"], "completed")
+        status = last if call is parsed.tool_calls[-1] else "completed"
+        yield call_item(f"fc_{secrets.token_hex(8)}", call["id"], function["name"], function["arguments"], status)
 
 
 async def _frames(run: Run) -> AsyncGenerator[Frame, None]:
