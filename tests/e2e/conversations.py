@@ -72,7 +72,7 @@ CONVERSATIONS = {
     "json": conversation("Give me JSON."),
     "escapes": conversation("Escape test."),
     "empty": conversation("Say nothing."),
-    "long": conversation("Count to one hundred."),
+    "numbers": conversation("Count to twenty."),
     "reasoning": conversation("What is 2 + 2?", thinking=True),
     "japanese reasoning": conversation("Say hello in Japanese.", thinking=True),
     "empty after reasoning": conversation("Say nothing.", thinking=True),

@@ -30,7 +30,7 @@ ASKED: dict[str, dict[str, Any]] = {name: talk.body() for name, talk in CONVERSA
     "logprobs of the sampled token": CONVERSATIONS["plain"].body(logprobs=True, top_logprobs=0),
     "logprobs of reasoning": CONVERSATIONS["reasoning"].body(logprobs=True, top_logprobs=1),
     "n": CONVERSATIONS["reasoning"].body(n=2, temperature=1, top_k=1, logprobs=True),
-    "cut short": CONVERSATIONS["long"].body(max_tokens=16),
+    "cut short": CONVERSATIONS["numbers"].body(max_tokens=16),
     "cut in the reasoning": CONVERSATIONS["reasoning"].body(max_tokens=5),
     "cut in a tool call": CONVERSATIONS["tool call"].body(max_tokens=12),
     "stop string": conversation("Say stop in the middle.").body(stop=["STOP", "never"]),
@@ -45,7 +45,9 @@ ASKED: dict[str, dict[str, Any]] = {name: talk.body() for name, talk in CONVERSA
     "no thinking by effort": CONVERSATIONS["plain"].body(reasoning_effort="none"),
     "token ids": CONVERSATIONS["plain"].body(return_token_ids=True),
     "json": CONVERSATIONS["json"].body(response_format={"type": "json_object"}),
-    "penalties": CONVERSATIONS["long"].body(presence_penalty=1.5, frequency_penalty=0.5, repetition_penalty=1.2),
+    "penalties": CONVERSATIONS["numbers"].body(
+        max_tokens=80, presence_penalty=1.5, frequency_penalty=0.5, repetition_penalty=1.2
+    ),
     "logit_bias": CONVERSATIONS["plain"].body(logit_bias={"36": 50}, max_tokens=8),
     "json schema": CONVERSATIONS["json"].body(
         max_tokens=40,
@@ -90,7 +92,7 @@ def test_an_answer_that_passes_through_equals_the_worker_s_own(
 ) -> None:
     config = LINEUPS[name].config(workers.render.url, workers.prefill.url, workers.decode.url)
     ours, alone = both(coordinator(config), workers, ASKED[case])
-    random = {"id", "created"}
+    random = {"id", "created", "created_cache_tokens"}  # the last is of blocks that decode computed itself
     assert comparable(ours.body, without=random) == comparable(alone.body, without=random)
 
 
@@ -121,7 +123,7 @@ def test_a_text_stream_has_the_chunks_of_a_worker_without_parsers(text: Coordina
 def test_a_completion_equals_the_worker_s_own(
     text: Coordinator, workers: Workers, fields: dict[str, Any], stream: bool
 ) -> None:
-    prompt = "<|im_start|>user\nCount to one hundred.<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    prompt = "<|im_start|>user\nCount to twenty.<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
     asked = {"model": "tiny", "prompt": prompt, "temperature": 0, "stream": stream} | fields
     ours, alone = both(text, workers, asked, "/v1/completions")
     if stream:

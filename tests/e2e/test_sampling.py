@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.e2e
 
-COUNT = CONVERSATIONS["long"]
+COUNT = CONVERSATIONS["numbers"]
 STOP = conversation("Say stop in the middle.")
 NEVER = conversation("Never stop.")
 # The chat prompt of COUNT, as the template writes it.
-RAW_PROMPT = "<|im_start|>user\nCount to one hundred.<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+RAW_PROMPT = "<|im_start|>user\nCount to twenty.<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 
 
 @pytest.mark.parametrize("cap", ["max_tokens", "max_completion_tokens"])
@@ -98,7 +98,7 @@ def test_completions_take_a_string_or_token_ids(front: Coordinator, workers: Wor
     if kind == "token ids":
         rendered = post(f"{workers.render.url}/v1/completions/render", {"model": MODEL_NAME, "prompt": RAW_PROMPT})
         prompt = rendered.body[0]["token_ids"]
-    answer = front.sdk.completions.create(model=MODEL_NAME, prompt=prompt, temperature=0, max_tokens=400, stream=stream)
+    answer = front.sdk.completions.create(model=MODEL_NAME, prompt=prompt, temperature=0, max_tokens=100, stream=stream)
     if stream:
         chunks = list(answer)
         text, reasons = "".join(c.choices[0].text for c in chunks), {c.choices[0].finish_reason for c in chunks}

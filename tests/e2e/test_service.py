@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.e2e.conversations import CONVERSATIONS, joined
+from tests.e2e.conversations import CONVERSATIONS, conversation, joined
 from tests.e2e.lineups import LINEUPS
 from tests.e2e.servers import MODEL_NAME
 from tests.e2e.wire import Metrics, wait_until
@@ -37,7 +37,7 @@ def test_a_request_id_comes_back_and_one_is_made_where_there_is_none(front: Coor
 
 def test_every_leg_is_counted(front: Coordinator) -> None:
     def legs(name: str) -> float:
-        return Metrics(front.url).total("coordinator_leg_seconds_count", leg=name)
+        return Metrics(front.url).total("coordinator_leg_seconds_count", step=name)
 
     before = {name: legs(name) for name in ("prefill", "decode")}
     front.sdk.chat.completions.create(**CONVERSATIONS["plain"].ask())
@@ -51,7 +51,7 @@ def test_sigterm_lets_a_stream_end_and_refuses_new_requests(
     """Not ready at once, so that a load balancer looks elsewhere; the fixture then sees exit status 0."""
     config = LINEUPS["openai"].config(workers.render.url, workers.prefill.url, workers.decode.url)
     leaving = coordinator(config | {"log_level": "debug"})  # a process of its own
-    talk = CONVERSATIONS["long"]
+    talk = conversation("Count to one hundred.")
     stream = iter(leaving.sdk.chat.completions.create(**talk.ask(stream=True)))
     chunks = [next(stream) for _ in range(10)]
 
