@@ -13,21 +13,12 @@ import aiohttp
 import pytest
 
 from coordinator import demo
+from coordinator.cli import NoEvents
 from coordinator.config import Config, ConfigError
 from coordinator.registry import build
 from envelope.formats import Format
 
 HELLO = "Say hello in French."
-
-
-class NoEvents:
-    def handover_missing(self, reason: str, policy: str) -> None: ...
-
-    def prefill_skipped(self, reason: str) -> None: ...
-
-    def prefill_failed_over(self, reason: str) -> None: ...
-
-    def begun_again(self) -> None: ...
 
 
 @pytest.fixture(autouse=True)

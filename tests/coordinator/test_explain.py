@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from coordinator import registry
-from coordinator.app import links, routing_headers
+from coordinator.app import discarded, links, routing_headers
 from coordinator.cli import NoEvents
 from coordinator.config import load
+from coordinator.credentials import Closed
 from coordinator.explain import STAND_IN_HANDOVER, STAND_IN_TOKENS, SentLeg, explain, guess_api
 from envelope.errors import BadRequest, Forbidden
 from envelope.formats import Format
@@ -46,8 +47,8 @@ def legs(tmp_path: Path) -> Callable[..., Any]:
         built = registry.build(config, NoEvents())
         before = copy.deepcopy(body)
         sent = await explain(
-            built, links(config, built), NoEvents(), api, body, tuple(headers), routing_headers(config),
-            config.pipeline.forward_response_headers,
+            built, links(config, built, Closed()), NoEvents(), api, body, tuple(headers), routing_headers(config),
+            discarded(config),
         )  # fmt: skip
         assert repr(body) == repr(before)
         return sent

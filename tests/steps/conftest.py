@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from coordinator.config import Config
 from coordinator.context import RequestContext
-from coordinator.step import PipelineSettings, Reply
+from coordinator.registry import build
+from coordinator.step import Reply
 from envelope.formats import Format
 from envelope.json_codec import dumps
-from envelope.kv_transfer import KV_CONNECTORS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from coordinator.context import Headers
-    from coordinator.step import Leg
+    from coordinator.step import Leg, PipelineSettings
 
 
 @dataclass
@@ -74,23 +75,14 @@ class FakeUpstream:
         return Reply(200, (("x-worker", "1"),), dumps(answer), answer)
 
 
-@dataclass
 class Counted:
-    """What a step counted. Implements ``coordinator.step.Events``."""
+    """What a step counted: the event's name and what was said of it. Implements ``coordinator.step.Events``."""
 
-    all: list[tuple[str, ...]] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.all: list[tuple[str, ...]] = []
 
-    def handover_missing(self, reason: str, policy: str) -> None:
-        self.all.append(("handover_missing", reason, policy))
-
-    def prefill_skipped(self, reason: str) -> None:
-        self.all.append(("prefill_skipped", reason))
-
-    def prefill_failed_over(self, reason: str) -> None:
-        self.all.append(("prefill_failed_over", reason))
-
-    def begun_again(self) -> None:
-        self.all.append(("begun_again",))
+    def __getattr__(self, event: str) -> Callable[..., None]:
+        return lambda *said: self.all.append((event, *said))
 
 
 @pytest.fixture
@@ -110,20 +102,14 @@ def counted() -> Counted:
 
 @pytest.fixture
 def settings(counted: Counted) -> Callable[..., PipelineSettings]:
-    """Return what a step inherits from the pipeline: NIXL in OpenAI format, unless told otherwise."""
+    """Return what a step inherits from the pipeline: NIXL and a hand-over of any age, else the file's defaults."""
+    pipeline = {"kv_connector": "kv-nixl", "steps": [{"type": "decode"}]}
+    config = Config.model_validate({"gateway": {"address": "http://g"}, "pipeline": pipeline})
+    (step,) = build(config, counted, lambda: 100.0)
+    plain: PipelineSettings = step._settings  # type: ignore[attr-defined]  # as the registry makes them
 
     def made(**changes: Any) -> PipelineSettings:
-        plain = PipelineSettings(
-            kv=KV_CONNECTORS["kv-nixl"],
-            use_openai_format=True,
-            on_missing_handover="fail",
-            on_prefill_failure="fail",
-            max_handover_age_s=None,
-            expose_transfer_params=False,
-            events=counted,
-            clock=lambda: 100.0,
-        )
-        return replace(plain, **changes)
+        return replace(plain, **{"max_handover_age_s": None, **changes})
 
     return made
 
