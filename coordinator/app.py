@@ -29,6 +29,7 @@ from coordinator.respond import Manner
 from coordinator.routing.gateway import GatewayRouter
 from coordinator.routing.header import HeaderRouter
 from coordinator.routing.static import StaticRouter
+from coordinator.rules import ROLES
 from coordinator.server import Front
 from coordinator.units import megabytes_to_bytes
 from coordinator.upstream import HttpUpstream, RoleLink
@@ -127,7 +128,7 @@ def build(config: Config) -> web.Application:
 def links(config: Config, steps: Sequence[Step], credentials: Credentials | Closed) -> dict[str, RoleLink]:
     """Return how each role that the steps use is reached."""
     found: dict[str, RoleLink] = {}
-    for role in ("prefill", "decode"):
+    for role in ROLES:
         pool: Pool | None = getattr(config.pools, role)
         if pool is not None:
             at: Path = ("pools", role)
@@ -203,7 +204,8 @@ def _tokens_in(steps: Sequence[Step]) -> bool:
 
 
 def routing_headers(config: Config) -> list[str]:
-    return [pool.header for pool in (config.pools.prefill, config.pools.decode) if pool and pool.header]
+    pools = (config.pools.encode, config.pools.prefill, config.pools.decode)
+    return [pool.header for pool in pools if pool and pool.header]
 
 
 def places(config: Config, links: Mapping[str, RoleLink]) -> dict[str, Place]:
@@ -230,6 +232,8 @@ def _pool_router(config: Config, pool: Pool, headers: Sequence[tuple[str, str]])
     if pool.endpoints is not None:
         return StaticRouter(pool.endpoints, pool.policy, pool.max_inflight, headers)
     assert pool.header is not None and pool.allow is not None
+    if pool is config.pools.encode:
+        return HeaderRouter(pool.header, pool.allow, spread=True, headers=headers)
     others = [other for other in (config.pools.prefill, config.pools.decode) if other not in (None, pool)]
     # A worker cannot hand its blocks to itself: named for both legs, it does both at once.
     never = [url for other in others if other is not None for url in other.endpoints or ()]

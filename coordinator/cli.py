@@ -40,6 +40,12 @@ class NoEvents:
     def handover_missing(self, reason: str, policy: str) -> None:
         pass
 
+    def encode_skipped(self, reason: str) -> None:
+        pass
+
+    def encoding_missing(self, reason: str, policy: str) -> None:
+        pass
+
     def prefill_skipped(self, reason: str) -> None:
         pass
 

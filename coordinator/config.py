@@ -359,12 +359,16 @@ class Pool(Section, Outbound):
 class Pools(Section):
     """The workers of each role, where the coordinator picks them itself."""
 
-    later: ClassVar[Mapping[str, str]] = {
-        "encode": "an encode pool comes in a later release; the gateway can reach encode workers"
-    }
-
+    encode: Pool | None = Field(None, description="the workers that turn media into embeddings")
     prefill: Pool | None = Field(None, description="the workers that compute prompts")
     decode: Pool | None = Field(None, description="the workers that generate answers")
+
+    def _faults(self) -> Iterator[tuple[str, str]]:
+        if self.encode is not None and self.encode.max_inflight:
+            yield (
+                "encode",
+                "max_inflight counts requests, and one may make many encode legs: bound them by max_parallel",
+            )
 
 
 class StepConfig(Section):
@@ -398,6 +402,10 @@ class Pipeline(Section):
     )
     on_prefill_failure: Literal["fail", "decode_alone"] = Field(
         "fail", description="when no prefill worker could do its leg: fail the request, or decode_alone"
+    )
+    on_encode_failure: Literal["fail", "prefill_encodes"] = Field(
+        "fail",
+        description="when media could not be encoded for prefill to fetch: fail the request, or prefill_encodes it",
     )
     max_handover_age: Duration = Field(
         15.0,

@@ -6,7 +6,9 @@ slot                set by                  read by
 ``body``            server; another in its  every step, respond
                     place by
                     replace-media-urls
-``rendered``        render                  conditional-decode, prefill, decode
+``rendered``        render                  conditional-decode, encode, prefill, decode
+``ec_params``       encode                  prefill, decode (where there was no prefill)
+``prefilled``       prefill                 decode
 ``handover``        prefill                 decode, pipeline (to begin again), release
 ``handover_at``     prefill                 decode
 ``handover_fetched`` upstream               release
@@ -128,6 +130,8 @@ class RequestContext:
     stream: bool
 
     rendered: Json | None = None
+    ec_params: Mapping[str, Any] | None = None
+    prefilled: bool = False
     handover: Mapping[str, Any] | None = None
     handover_at: float = 0.0
     handover_fetched: bool = False
@@ -142,7 +146,7 @@ class RequestContext:
         """Forget what a failed attempt left: the next one starts at prefill, under an id of its own."""
         self.leg_id = leg_id
         self.abandoned = self.unfetched()
-        self.handover, self.handover_fetched = None, False
+        self.handover, self.handover_fetched, self.prefilled = None, False, False
 
     def unfetched(self) -> list[Mapping[str, Any]]:
         """Return the hand-overs that no decode worker can have read."""

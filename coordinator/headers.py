@@ -80,7 +80,7 @@ def leg_headers(ctx: RequestContext, leg: Leg, worker: Worker, attempt: int = 0)
     Args:
         attempt: 0 for the first; a repeated leg has an id of its own, as the first may still be running.
     """
-    own_id = f"{ctx.leg_id}-{attempt + 1}" if attempt else ctx.leg_id
+    own_id = ctx.leg_id + leg.id_suffix + (f"-{attempt + 1}" if attempt else "")
     own = (
         ("Accept", "text/event-stream" if leg.body.get("stream") else "application/json"),
         ("Accept-Encoding", "identity"),

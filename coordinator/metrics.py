@@ -70,6 +70,18 @@ class Metrics:
             ["reason", "policy"],
             registry=registry,
         )
+        self.encodings_missing = Counter(
+            "coordinator_encodings_missing",
+            "Pieces of media that no encode leg left where prefill could fetch them, by reason and by what was done.",
+            ["reason", "policy"],
+            registry=registry,
+        )
+        self.encodes_skipped = Counter(
+            "coordinator_encodes_skipped",
+            "Requests whose media prefill encoded itself, by reason.",
+            ["reason"],
+            registry=registry,
+        )
         self.prefills_skipped = Counter(
             "coordinator_prefills_skipped",
             "Requests that decode computed alone, by reason.",
@@ -109,6 +121,12 @@ class Metrics:
 
     def handover_missing(self, reason: str, policy: str) -> None:
         self.handovers_missing.labels(reason, policy).inc()
+
+    def encode_skipped(self, reason: str) -> None:
+        self.encodes_skipped.labels(reason).inc()
+
+    def encoding_missing(self, reason: str, policy: str) -> None:
+        self.encodings_missing.labels(reason, policy).inc()
 
     def prefill_skipped(self, reason: str) -> None:
         self.prefills_skipped.labels(reason).inc()

@@ -16,6 +16,7 @@ from coordinator.config import Config, ConfigError, EcConnectorName, KvConnector
 from coordinator.problems import Path, nearest, sentences
 from coordinator.rules import RULES, Fault, Layout, Placed
 from coordinator.step import PipelineSettings
+from envelope.ec_transfer import EC_CONNECTORS
 from envelope.kv_transfer import KV_CONNECTORS
 from steps import conditional_decode, decode, encode, prefill, render, replace_media_urls
 
@@ -66,9 +67,11 @@ def build(config: Config, events: Events, clock: Callable[[], float] = time.mono
     """
     settings = PipelineSettings(
         kv=KV_CONNECTORS[config.pipeline.kv_connector],
+        ec=EC_CONNECTORS[config.pipeline.ec_connector],
         use_openai_format=config.pipeline.use_openai_format,
         on_missing_handover=config.pipeline.on_missing_handover,
         on_prefill_failure=config.pipeline.on_prefill_failure,
+        on_encode_failure=config.pipeline.on_encode_failure,
         max_handover_age_s=config.pipeline.max_handover_age or None,
         expose_transfer_params=config.pipeline.expose_transfer_params,
         events=events,

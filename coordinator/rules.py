@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 Fault = tuple[Path, str]
 
+ROLES = ("encode", "prefill", "decode")  # those that pools or a gateway have workers for
+
 
 @dataclass(frozen=True, slots=True)
 class Placed:
@@ -61,8 +63,8 @@ class Layout:
     def has_render_before(self, placed: Placed) -> bool:
         return any(render.index < placed.index for render in self.of("render"))
 
-    def connector(self, placed: Placed) -> str:
-        return str(placed.param("kv_connector") or self.config.pipeline.kv_connector)
+    def connector(self, placed: Placed, kind: str = "kv_connector") -> str:
+        return str(placed.param(kind) or getattr(self.config.pipeline, kind))
 
 
 # A step must stand before these, or it cannot do what it is for.
@@ -102,7 +104,7 @@ def decode_answers(layout: Layout) -> Iterator[Fault]:
 def every_role_has_workers(layout: Layout) -> Iterator[Fault]:
     config = layout.config
     for placed in layout.steps:
-        if placed.role in ("prefill", "decode") and config.gateway is None and not _pool(config, placed.role):
+        if placed.role in ROLES and config.gateway is None and not _pool(config, placed.role):
             yield (
                 placed.path(),
                 f"{placed.type} has no workers, write pools.{placed.role}.endpoints or gateway.address",
@@ -111,24 +113,28 @@ def every_role_has_workers(layout: Layout) -> Iterator[Fault]:
 
 def every_pool_is_used(layout: Layout) -> Iterator[Fault]:
     asked = {placed.role for placed in layout.steps}
-    for role in ("prefill", "decode"):
+    for role in ROLES:
         if _pool(layout.config, role) and role not in asked:
-            yield ("pools", role), f"no step asks these workers, add a {role} step or take the pool out"
-    roles = asked & {"prefill", "decode"}
-    unasked = roles and all(_pool(layout.config, str(role)) for role in roles) and not any(layout.of("encode"))
-    if layout.config.gateway and unasked:
+            yield ("pools", role), f"no step asks these workers, add {_a(role)} step or take the pool out"
+    roles = asked.intersection(ROLES)
+    if layout.config.gateway and roles and all(_pool(layout.config, str(role)) for role in roles):
         yield ("gateway",), "every role has a pool, so no leg goes to the gateway: take one of them out"
 
 
 def pools_name_different_workers(layout: Layout) -> Iterator[Fault]:
+    named: dict[str, str] = {}
+    for role in ROLES:
+        pool = _pool(layout.config, role)
+        if pool is not None and pool.header is not None:
+            if pool.header in named:
+                yield (
+                    ("pools", role, "header"),
+                    f"{pool.header} names the {named[pool.header]} worker already, write another",
+                )
+            named.setdefault(pool.header, role)
     prefill, decode = layout.config.pools.prefill, layout.config.pools.decode
     if prefill is None or decode is None:
         return
-    if prefill.header is not None and prefill.header == decode.header:
-        yield (
-            ("pools", "decode", "header"),
-            f"{decode.header} names the prefill worker already, write another",
-        )
     if not any(layout.connector(placed) == "kv-nixl" for placed in layout.of("prefill", "decode")):
         return
     others = {origin(url) for url in prefill.endpoints or ()}
@@ -141,16 +147,17 @@ def pools_name_different_workers(layout: Layout) -> Iterator[Fault]:
 
 
 def legs_agree_on_the_connector(layout: Layout) -> Iterator[Fault]:
-    prefill, decode = next(layout.of("prefill"), None), next(layout.of("decode"), None)
-    if prefill is None or decode is None or prefill.step is None or decode.step is None:
-        return
-    ours, theirs = layout.connector(prefill), layout.connector(decode)
-    if ours != theirs:
-        at = decode if decode.param("kv_connector") else prefill
-        yield (
-            at.path("params", "kv_connector"),
-            f"prefill leaves its result by {ours} and decode takes it by {theirs}, write the same for both",
-        )
+    for leaves, takes, kind in (("encode", "prefill", "ec_connector"), ("prefill", "decode", "kv_connector")):
+        giver, taker = next(layout.of(leaves), None), next(layout.of(takes), None)
+        if giver is None or taker is None or giver.step is None or taker.step is None:
+            continue
+        ours, theirs = layout.connector(giver, kind), layout.connector(taker, kind)
+        if ours != theirs:
+            at = taker if taker.param(kind) else giver
+            yield (
+                at.path("params", kind),
+                f"{leaves} leaves its result by {ours} and {takes} takes it by {theirs}, write the same for both",
+            )
 
 
 def tokens_in_has_tokens(layout: Layout) -> Iterator[Fault]:
@@ -205,5 +212,10 @@ RULES: tuple[Callable[[Layout], Iterator[Fault]], ...] = (
 )
 
 
+def _a(role: str) -> str:
+    return f"an {role}" if role.startswith("e") else f"a {role}"
+
+
 def _pool(config: Config, role: str) -> Pool | None:
-    return {"prefill": config.pools.prefill, "decode": config.pools.decode}[role]
+    pool: Pool | None = getattr(config.pools, role)
+    return pool

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from coordinator.context import Headers, LiveStream, RequestContext
+    from envelope.ec_transfer import EcConnector
     from envelope.formats import Format
     from envelope.json_codec import Json
     from envelope.kv_transfer import KvConnector
@@ -44,6 +45,8 @@ class Leg:
         api: which API the path belongs to.
         headers: what this leg adds to the client's own headers.
         single_use: the body holds a hand-over that only one worker may be given.
+        id_suffix: what tells this leg's id from those of others that the request makes at the same time.
+        idempotent: it leaves nothing that a repetition could harm, so another worker is tried after any failure.
     """
 
     step: str
@@ -53,6 +56,8 @@ class Leg:
     limits: LegLimits = LegLimits()
     headers: Headers = ()
     single_use: bool = False
+    id_suffix: str = ""
+    idempotent: bool = False
     method: str = "POST"
 
 
@@ -151,6 +156,10 @@ class Events(Protocol):
 
     def handover_missing(self, reason: str, policy: str) -> None: ...
 
+    def encode_skipped(self, reason: str) -> None: ...
+
+    def encoding_missing(self, reason: str, policy: str) -> None: ...
+
     def prefill_skipped(self, reason: str) -> None: ...
 
     def prefill_failed_over(self, reason: str) -> None: ...
@@ -163,9 +172,11 @@ class PipelineSettings:
     """What a step inherits from the ``pipeline`` section of the file."""
 
     kv: KvConnector
+    ec: EcConnector
     use_openai_format: bool
     on_missing_handover: str
     on_prefill_failure: str
+    on_encode_failure: str
     max_handover_age_s: float | None
     expose_transfer_params: bool
     events: Events

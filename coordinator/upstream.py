@@ -14,7 +14,7 @@ from coordinator.routing.router import Worker
 from coordinator.step import Reply
 from coordinator.verdict import refusal
 from coordinator.wire import Broken, Pool, request_head
-from envelope.errors import LegError, LegFailed, LegRejected, NoWorker
+from envelope.errors import LegError, LegFailed, LegRejected, LegTimeout, NoWorker
 from envelope.formats import PATHS, Format
 from envelope.json_codec import JSONDecodeError, dumps, loads_lenient
 
@@ -130,6 +130,7 @@ class HttpUpstream:
             except LegError as error:
                 refused = _refused_unread(leg, error)
                 tried.append(worker)
+                error.retryable |= leg.idempotent and isinstance(error, (LegFailed, LegTimeout))
                 if error.retryable:
                     ctx.failed.append(worker)
                 worker = router.pick(ctx, [*tried, *ctx.failed])

@@ -16,7 +16,10 @@ from envelope.media_types import Kind
 from envelope.media_walk import map_parts, wrong
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from envelope.errors import BadRequest
+    from envelope.features import Feature
     from envelope.json_codec import Json
     from envelope.media_parts import Item
 
@@ -77,6 +80,30 @@ def media_items(api: Format, body: Json) -> list[MediaItem]:
     map_parts(api, body, look)
     # The images of a message's tool results become a message of their own, before the one they came in.
     return sorted(found, key=lambda item: _place(item.where)) if api is Format.MESSAGES else found
+
+
+def check_kinds(found: list[MediaItem]) -> None:
+    """Refuse media that no worker makes anything of; the messages route of vLLM would drop it without a word.
+
+    Raises:
+        BadRequest: naming the part.
+    """
+    for item in found:
+        if item.kind not in ENCODED:
+            raise item.wrong("the model is shown no documents; send text, or pictures of the pages")
+
+
+def hashes_of(body: Json, found: list[MediaItem], features: list[Feature]) -> Iterator[tuple[MediaItem, str | None]]:
+    """Yield each piece of media with the hash that the renderer gave it, or None where that cannot be told.
+
+    Lists of a modality are in the order of the request's media of that kind, unless a video counts twice.
+    """
+    by_kind: dict[str, list[str]] = {}
+    for feature in sorted(features, key=lambda feature: feature.index):
+        by_kind.setdefault(feature.modality, []).append(feature.hash)
+    rows = {kind: iter(row) for kind, row in by_kind.items() if len(row) == sum(item.kind == kind for item in found)}
+    for item in found:
+        yield item, None if has_sound_in_video(body) else next(rows.get(item.kind, iter(())), None)
 
 
 def counts(body: Json, found: list[MediaItem]) -> dict[str, int]:

@@ -2,6 +2,10 @@
 
 In the client's own format the answer passes through. In generate format the worker is asked for an ``output_mode``,
 must echo it, and its answer is rebuilt into the client's envelope where the file says so.
+
+Media goes along whole, although a hand-over covers the prompt: in the client's format as its parts, never as token
+ids, and in generate format with its tensors. A worker that preempts the request or cannot load the blocks computes the
+prompt anew, and vLLM takes an item by its hash alone only where it has had the tensors before (else 503).
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from pydantic import Field, WithJsonSchema, field_validator
 from coordinator.context import Answer
 from coordinator.step import Leg, PlanRow, Reply
 from envelope import completions
+from envelope.ec_transfer import put
 from envelope.errors import LegFailed
 from envelope.formats import PATHS, Format, leg_format
 from envelope.generate import asked_mode, check_echo, check_first_echo
@@ -105,7 +110,8 @@ class Decode:
     async def run(self, ctx: RequestContext, upstream: Upstream) -> str:
         self._check_age(ctx)
         fmt = leg_format(ctx.api, self._openai)
-        body = self._body(ctx, fmt)
+        # Whoever computes the prompt fetches what encode legs have made.
+        body = put(self._body(ctx, fmt), None if ctx.prefilled else ctx.ec_params)
         leg = Leg(self.type, self.role, PATHS[fmt], body, self._limits, single_use=ctx.handover is not None)
         mode = asked_mode(body) if fmt is Format.GENERATE else None
         if body.get("stream"):

@@ -1,18 +1,23 @@
 """prefill: the prompt is computed on a prefill worker; what it leaves for decode becomes ``ctx.handover``.
 
+Where encode legs have left embeddings, the leg says where they are (``ctx.ec_params``), and in generate format sends
+metadata in the place of their tensors, so that no picture is sent to be encoded twice.
+
 The leg is left out, and decode computes the prompt itself, where a hand-over would be wrong or pointless: the client's
 side named no prefill worker (sidecar mode), or the request needs what only the worker that computes the prompt has.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from coordinator.step import Leg, PlanRow
 from envelope.client_request import choices, wants_prompt_logprobs
+from envelope.ec_transfer import EC_CONNECTORS, key_of, put
 from envelope.errors import LegError, LegFailed, LegRejected
+from envelope.features import without_tensors
 from envelope.formats import PATHS, Format, leg_format
 from envelope.kv_transfer import KV_CONNECTORS, HandoverMissing, read_handover
 from envelope.legs import prefill_generate, prefill_openai
@@ -20,6 +25,8 @@ from steps.params import LegParams
 from steps.prompt import prompt_ids
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from coordinator.context import RequestContext
     from coordinator.step import PipelineSettings, Reply, Upstream
     from envelope.json_codec import Json
@@ -34,6 +41,11 @@ class Params(LegParams):
     send_prompt_token_ids: bool = Field(
         default=False, description="in OpenAI format, give the worker render's tokens so that it need not tokenize"
     )
+    mm_features: Literal["auto", "metadata", "full"] = Field(
+        default="auto",
+        description="in generate format, what is sent of media that was encoded: metadata; full, its tensors too; auto "
+        "is metadata where a worker that cannot fetch an embedding fails the request (ec-nixl), not its engine",
+    )
 
 
 class Prefill:
@@ -47,6 +59,7 @@ class Prefill:
         self._settings = settings
         self._openai = settings.use_openai_format if params.use_openai_format is None else params.use_openai_format
         self._kv = KV_CONNECTORS[params.kv_connector] if params.kv_connector else settings.kv
+        self._ec = EC_CONNECTORS[params.ec_connector] if params.ec_connector else settings.ec
         self._limits = params.limits()
 
     def admit(self, ctx: RequestContext) -> None:
@@ -57,10 +70,8 @@ class Prefill:
             self._settings.events.prefill_skipped(reason)
             return "skipped"
         fmt = leg_format(ctx.api, self._openai)
-        leg = Leg(self.type, self.role, PATHS[fmt], self._body(ctx, fmt), self._limits)
         try:
-            reply = await upstream.post_json(ctx, leg)
-            return self._keep(ctx, reply)
+            return self._keep(ctx, await self._ask(ctx, upstream, fmt))
         except LegError as error:
             if self._settings.on_prefill_failure != "decode_alone" or isinstance(error, LegRejected):
                 raise
@@ -82,11 +93,34 @@ class Prefill:
             return "no_worker_named"
         return None
 
-    def _body(self, ctx: RequestContext, fmt: Format) -> Json:
+    async def _ask(self, ctx: RequestContext, upstream: Upstream, fmt: Format) -> Reply:
+        generate = ctx.rendered or ctx.body
+        small = self._without_encoded(generate, ctx.ec_params) if fmt is Format.GENERATE else generate
+        try:
+            return await upstream.post_json(ctx, self._leg(ctx, fmt, small))
+        except LegFailed:
+            if small is generate or self._settings.on_encode_failure != "prefill_encodes":
+                raise
+            # An encoder may be gone with what it had made, and without tensors the worker could only give up.
+            self._settings.events.encoding_missing("not_fetched", "prefill_encodes")
+            ctx.ec_params = None
+            return await upstream.post_json(ctx, self._leg(ctx, fmt, generate))
+
+    def _leg(self, ctx: RequestContext, fmt: Format, generate: Json) -> Leg:
         if fmt is Format.GENERATE:
-            return prefill_generate(ctx.rendered or ctx.body, self._kv.prefill)
-        token_ids = prompt_ids(ctx) if self.params.send_prompt_token_ids else None
-        return prefill_openai(fmt, ctx.body, self._kv.prefill, token_ids)
+            body = prefill_generate(generate, self._kv.prefill)
+        else:
+            token_ids = prompt_ids(ctx) if self.params.send_prompt_token_ids else None
+            body = prefill_openai(fmt, ctx.body, self._kv.prefill, token_ids)
+        return Leg(self.type, self.role, PATHS[fmt], put(body, ctx.ec_params), self._limits)
+
+    def _without_encoded(self, generate: Json, ec_params: Mapping[str, Any] | None) -> Json:
+        """Return a prompt without the tensors of what prefill can fetch; itself where all of them are needed."""
+        mode = self.params.mm_features
+        if not ec_params or mode == "full" or (mode == "auto" and not self._ec.tells):
+            return generate
+        features = without_tensors(generate["features"], lambda item: key_of(item, ec_params) is not None)
+        return generate if features == generate["features"] else {**generate, "features": features}
 
     def _keep(self, ctx: RequestContext, reply: Reply) -> str:
         try:
@@ -102,4 +136,5 @@ class Prefill:
                 f"the worker left nothing for decode to fetch: {missing}. Does it run with the KV connector that "
                 f"{self._kv.name} stands for, as a producer?",
             ) from missing
+        ctx.prefilled = True
         return "ok"

@@ -13,11 +13,13 @@ from pydantic import Field
 from coordinator.outbound import Outbound
 from coordinator.step import Leg, LegLimits, PlanRow
 from coordinator.units import BaseUrl, Duration
-from envelope.client_request import prompt_token_ids
+from envelope.client_request import has_media, prompt_token_ids
 from envelope.errors import BadRequest, LegFailed
+from envelope.features import FeaturesWrong, check, check_counts, normal
 from envelope.formats import RENDER_PATHS, Format
 from envelope.kv_transfer import without_transfer_params
 from envelope.legs import from_render, from_token_prompt
+from envelope.media_items import check_kinds, counts, has_sound_in_video, media_items
 from steps.params import StepParams
 
 if TYPE_CHECKING:
@@ -50,7 +52,8 @@ class Render:
         self._limits = LegLimits(request_s=params.timeout or None)
 
     def admit(self, ctx: RequestContext) -> None:
-        pass
+        if has_media(ctx.body):
+            check_kinds(media_items(ctx.api, ctx.body))
 
     async def run(self, ctx: RequestContext, upstream: Upstream) -> str:
         if ctx.api is Format.GENERATE:
@@ -70,10 +73,11 @@ class Render:
         return PlanRow(api, self.type, self.role, api, path, notes)
 
     async def _ask(self, ctx: RequestContext, upstream: Upstream) -> Json:
-        # The answer's stream fields follow the client's, so the body goes as it is.
-        leg = Leg(self.type, self.role, RENDER_PATHS[ctx.api], ctx.body, self._limits)
+        # The answer's stream fields follow the client's, so the body goes as it is; media is always rendered whole.
+        body = {key: value for key, value in ctx.body.items() if key not in ("mm_payload", "return_mm_kwargs")}
+        leg = Leg(self.type, self.role, RENDER_PATHS[ctx.api], body, self._limits)
         reply = await upstream.post_json(ctx, leg)
-        return from_render(self._one_prompt(reply.body), ctx.api, ctx.body)
+        return from_render(self._with_checked_media(ctx, self._one_prompt(reply.body)), ctx.api, ctx.body)
 
     def _one_prompt(self, answer: Any) -> Json:
         """Return the one rendered prompt; the completions route answers with a list of them."""
@@ -82,6 +86,22 @@ class Render:
         if not isinstance(answer, dict) or not _are_token_ids(answer.get("token_ids")):
             raise LegFailed(self.type, "the render service's answer has no token_ids; is it a vLLM render route?")
         return without_transfer_params(answer)
+
+    def _with_checked_media(self, ctx: RequestContext, rendered: Json) -> Json:
+        """Hold the prompt's media against its tokens and the request's: what was lost here, nobody would miss later."""
+        given = rendered.get("features")
+        if given is None and not has_media(ctx.body):
+            return rendered
+        media = media_items(ctx.api, ctx.body)
+        if isinstance(given, dict):
+            rendered = {**rendered, "features": normal(given)}
+        try:
+            interleaved = has_sound_in_video(ctx.body)
+            found = check(rendered.get("features"), len(rendered["token_ids"]), interleaved=interleaved)
+            check_counts(found, counts(ctx.body, media))
+        except FeaturesWrong as wrong:
+            raise LegFailed(self.type, f"the render service's answer does not fit the request: {wrong}") from wrong
+        return rendered
 
     def _check_limits(self, api: Format, rendered: Json) -> None:
         tokens, most = len(rendered["token_ids"]), self.params.max_total_tokens

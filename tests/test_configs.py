@@ -71,10 +71,9 @@ def walk(model: type[BaseModel], given: dict[str, Any], path: str = "") -> Itera
 def test_the_reference_has_every_key_of_the_models_and_no_other() -> None:
     tree = switched_on()
     sections = {path: (has, written) for path, has, written in walk(Config, tree)}
-    # A pool is described once, over two roles: one named by a header, the other by its endpoints.
-    pool_keys, prefill = sections.pop("pools.prefill.")
-    _, decode = sections.pop("pools.decode.")
-    sections["a pool"] = (pool_keys, prefill | decode)
+    # A pool is described once, over all roles: one is named by a header, the others by their endpoints.
+    pools = [sections.pop(f"pools.{role}.") for role in ("encode", "prefill", "decode")]
+    sections["a pool"] = (pools[0][0], set().union(*(keys for _, keys in pools)))
     sections |= {
         step["type"]: (set(STEP_TYPES[step["type"]].params.model_fields), set(step["params"]))
         for step in tree["pipeline"]["steps"]

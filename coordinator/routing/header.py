@@ -35,6 +35,7 @@ class HeaderRouter:
         allow: who may be named; anybody else is refused, since a header may come from outside.
         never: base URLs of the workers that do the next leg: naming one of them means "no leg of its own".
         required: the role's leg cannot be left out, so every request must name a worker.
+        spread: the role makes many legs of one request: each begins with the next worker, not all with the first.
         headers: what every leg carries.
     """
 
@@ -45,6 +46,7 @@ class HeaderRouter:
         never: Sequence[str] = (),
         *,
         required: bool = False,
+        spread: bool = False,
         headers: Sequence[tuple[str, str]] = (),
     ) -> None:
         self._headers = headers
@@ -52,6 +54,8 @@ class HeaderRouter:
         self._allow = tuple(allow)
         self._never = frozenset(map(origin, never))
         self._required = required
+        self._spread = spread
+        self._turn = -1
         self._workers: OrderedDict[str, Worker] = OrderedDict()
 
     def serves(self, ctx: RequestContext) -> bool:
@@ -64,6 +68,10 @@ class HeaderRouter:
         named = self._named(ctx)
         if not named:
             raise self._none_named()
+        if self._spread:
+            self._turn += 1
+            first = self._turn % len(named)
+            named = named[first:] + named[:first]
         left = (url for url in named if all(worker.url != url for worker in tried))
         if not self._required:
             left = (url for url in left if origin(url) not in self._never)

@@ -296,7 +296,7 @@ def test_what_is_wrong_with_the_pipeline_section(refused, line: str, sentence: s
         ("1: a\n" + STEPS, "the key 1 is not a text, put it in quotes"),
         ("gateway: {timeout: 3s}\n" + STEPS, "gateway.address: missing, and has no default: write the base URL of the gateway, such as http://inference-gateway:80"),
         ("gateway: {address: 'g:80'}\n" + STEPS, "gateway.address: 'g:80' has no scheme, write http://g:80"),
-        ("pools: {encode: {endpoints: ['http://a']}}\n" + STEPS, "pools.encode: an encode pool comes in a later release; the gateway can reach encode workers"),
+        ("pools: {encode: {endpoints: ['http://a'], max_inflight: 3}}\n" + STEPS, "pools.encode: max_inflight counts requests, and one may make many encode legs: bound them by max_parallel"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_elsewhere(refused, text: str, sentence: str) -> None:

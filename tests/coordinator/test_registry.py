@@ -155,6 +155,20 @@ def test_a_role_without_a_pool_or_a_gateway_is_refused(refused) -> None:
     ]
 
 
+@pytest.mark.parametrize("role", ["encode", "prefill", "decode"])
+def test_every_role_needs_workers_of_its_own(refused, made, role: str) -> None:
+    pools = {name: {"endpoints": [f"http://{name}"]} for name in ("encode", "prefill", "decode") if name != role}
+    index = ("encode", "prefill", "decode").index(role)
+    assert refused("encode", "prefill", "decode", gateway=None, pools=pools) == [
+        f"pipeline.steps[{index}]: {role} has no workers, write pools.{role}.endpoints or gateway.address"
+    ]
+    assert made("encode", "prefill", "decode", pools=pools)
+
+
+def test_embeddings_may_go_to_a_decode_that_computes_the_prompt_itself(made) -> None:
+    assert len(made("encode", "decode")) == 2
+
+
 def test_a_role_may_have_a_pool_while_another_goes_by_the_gateway(made) -> None:
     assert len(made("prefill", "decode", pools={"decode": {"endpoints": ["http://a"]}})) == 2
 
@@ -162,6 +176,9 @@ def test_a_role_may_have_a_pool_while_another_goes_by_the_gateway(made) -> None:
 def test_a_pool_or_gateway_that_no_step_asks_is_refused(refused) -> None:
     assert refused("decode", pools={"prefill": {"endpoints": ["http://a"]}}) == [
         "pools.prefill: no step asks these workers, add a prefill step or take the pool out"
+    ]
+    assert refused("decode", pools={"encode": {"endpoints": ["http://a"]}}) == [
+        "pools.encode: no step asks these workers, add an encode step or take the pool out"
     ]
     assert refused("prefill", "decode", pools=NIXL_POOLS) == [
         "gateway: every role has a pool, so no leg goes to the gateway: take one of them out"
@@ -181,6 +198,20 @@ def test_one_header_cannot_name_two_workers(refused) -> None:
     assert refused("prefill", "decode", gateway=None, pools={"prefill": pool, "decode": pool}) == [
         "pools.decode.header: x-worker names the prefill worker already, write another"
     ]
+    assert refused("encode", "prefill", "decode", pools={"encode": pool, "prefill": pool}) == [
+        "pools.prefill.header: x-worker names the encode worker already, write another"
+    ]
+
+
+def test_encode_and_prefill_speak_of_one_encoder_cache(refused, made) -> None:
+    assert refused(step("encode", ec_connector="ec-nixl"), "prefill", "decode") == [
+        "pipeline.steps[0].params.ec_connector: encode leaves its result by ec-nixl and prefill takes it by ec-shared-storage, write the same for both"
+    ]
+    assert refused("encode", step("prefill", ec_connector="ec-nixl"), "decode") == [
+        "pipeline.steps[1].params.ec_connector: encode leaves its result by ec-shared-storage and prefill takes it by ec-nixl, write the same for both"
+    ]
+    assert made(step("encode", ec_connector="ec-nixl"), step("prefill", ec_connector="ec-nixl"), "decode")
+    assert made("encode", "prefill", "decode", ec_connector="ec-nixl")
 
 
 def test_legs_with_different_connectors_are_refused(refused, made) -> None:

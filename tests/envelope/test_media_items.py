@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from envelope.errors import BadRequest
+from envelope.features import Feature
 from envelope.formats import Format
-from envelope.media_items import counts, media_items
+from envelope.media_items import check_kinds, counts, hashes_of, media_items
 from envelope.media_types import Kind
 
 Pure = Callable[..., Any]
@@ -203,3 +204,41 @@ def test_media_is_counted_by_kind_and_a_videos_sound_when_it_is_asked_for(pure: 
     with_sound = {**body, "mm_processor_kwargs": {"use_audio_in_video": True}}
     assert pure(counts, with_sound, found) == {"image": 2, "audio": 2, "video": 1}
     assert counts({"mm_processor_kwargs": 7}, []) == {"image": 0, "audio": 0, "video": 0}
+
+
+def named(**rows: list[str]) -> list[Feature]:
+    """Return features in the order of a prompt in which each modality stands in its order."""
+    return [
+        Feature(modality, i, each, 10 * i, 1, tensors=True, metadata=True)
+        for modality, row in rows.items()
+        for i, each in enumerate(row)
+    ]
+
+
+def test_media_is_known_by_the_renderers_hashes_in_their_order(pure: Pure) -> None:
+    body = chat(AUDIO, IMAGE, TEXT, IMAGE)
+    found = media_items(CHAT, body)
+    in_prompt = sorted(named(image=["i1", "i2"], audio=["a1"]), key=lambda item: -item.index)
+    assert [name for _, name in pure(hashes_of, body, found, in_prompt)] == ["a1", "i1", "i2"]
+
+
+@pytest.mark.parametrize(
+    ("features", "fields"),
+    [
+        ([], {}),
+        (named(vision_chunk=["c1", "c2"]), {}),
+        (named(image=["i1"]), {}),
+        (named(image=["i1", "i2"]), {"mm_processor_kwargs": {"use_audio_in_video": True}}),
+    ],
+)
+def test_no_hash_is_guessed(features: list[Feature], fields: dict[str, Any]) -> None:
+    body = chat(IMAGE, IMAGE, **fields)
+    assert [name for _, name in hashes_of(body, media_items(CHAT, body), features)] == [None, None]
+
+
+def test_documents_are_refused_by_name() -> None:
+    check_kinds(media_items(CHAT, chat(IMAGE, AUDIO, VIDEO)))
+    source = {"type": "base64", "media_type": "application/pdf", "data": "AAAA"}
+    found = media_items(MESSAGES, chat(TEXT, {"type": "document", "source": source}))
+    with pytest.raises(BadRequest, match=r"messages\[0\]\.content\[1\] \(document\): the model is shown no documents"):
+        check_kinds(found)

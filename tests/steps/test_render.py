@@ -120,27 +120,49 @@ async def test_a_prompt_above_the_limit_is_refused_whoever_tokenized_it(
     await render(max_total_tokens=3).run(context("chat", {"messages": HI}), upstream(ANSWER))
 
 
-def features(**spans: list[int]) -> dict[str, Any]:
-    """Return features whose placeholders have these lengths."""
-    return {"mm_placeholders": {kind: [{"offset": 0, "length": n} for n in lengths] for kind, lengths in spans.items()}}
+PARTS = {
+    "image": {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}},
+    "audio": {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}},
+}
 
 
-# (features, the placeholder tokens in them)
-PLACEHOLDERS = [
-    (None, 0),
-    ({}, 0),
-    ({"mm_placeholders": None}, 0),
-    (features(image=[70]), 70),
-    (features(image=[70, 5], audio=[25]), 100),
+def of_media(*spans: tuple[str, int], **changes: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a request that holds media, and what a renderer makes of it.
+
+    Args:
+        spans: kind and placeholder length of each piece, in the order of the prompt.
+        changes: fields of the features in place of the right ones.
+    """
+    lists: dict[str, Any] = {name: {} for name in ("mm_hashes", "mm_placeholders", "kwargs_data", "mm_metadata")}
+    offset = 1
+    for number, (kind, length) in enumerate(spans):
+        for name, item in (
+            ("mm_hashes", f"h{number}"),
+            ("mm_placeholders", {"offset": offset, "length": length}),
+            ("kwargs_data", f"T{number}"),
+            ("mm_metadata", f"m{number}"),
+        ):
+            lists[name].setdefault(kind, []).append(item)
+        offset += length
+    body = {"messages": [{"role": "user", "content": [PARTS[kind] for kind, _ in spans]}]}
+    return body, {**ANSWER, "token_ids": list(range(offset + 1)), "features": {**lists, **changes}}
+
+
+# (media, the placeholder tokens of it)
+PLACEHOLDERS: list[tuple[tuple[tuple[str, int], ...], int]] = [
+    ((), 0),
+    ((("image", 70),), 70),
+    ((("image", 70), ("audio", 25), ("image", 5)), 100),
 ]
 
 
-@pytest.mark.parametrize(("given", "tokens"), PLACEHOLDERS)
+@pytest.mark.parametrize(("spans", "tokens"), PLACEHOLDERS)
 async def test_the_tokens_of_media_have_a_limit_of_their_own(
-    render: Any, context: Any, upstream: Any, given: Any, tokens: int
+    render: Any, context: Any, upstream: Any, spans: Any, tokens: int
 ) -> None:
     def asked() -> tuple[Any, Any]:
-        return context("chat", {"messages": HI}), upstream({**ANSWER, "features": given})
+        body, answer = of_media(*spans)
+        return context("chat", body), upstream(answer)
 
     await render(max_total_placeholder_tokens=tokens or 1).run(*asked())
     await render().run(*asked())
@@ -150,6 +172,73 @@ async def test_the_tokens_of_media_have_a_limit_of_their_own(
         assert caught.value.message == (
             f"the media of this request take {tokens} tokens; at most {tokens - 1} are accepted here"
         )
+
+
+LIES: dict[str, tuple[dict[str, Any], str]] = {
+    "fewer than were sent": (
+        of_media(("image", 3))[1]["features"], "features.mm_hashes.image has 1 items, and the request 2 of that kind"),
+    "of another kind": (
+        of_media(("image", 3), ("audio", 3))[1]["features"],
+        "features.mm_hashes.image has 1 items, and the request 2 of that kind"),
+    "behind the prompt": (
+        {"mm_placeholders": {"image": [{"offset": 1, "length": 3}, {"offset": 4, "length": 9}]}},
+        "features.mm_placeholders.image[1] ends at 13, and the prompt has 8 tokens"),
+    "one place twice": (
+        {"mm_placeholders": {"image": [{"offset": 1, "length": 3}] * 2}},
+        "features.mm_placeholders.image[1] overlaps image[0]: each piece of media has tokens of its own"),
+    "tensors of one": ({"kwargs_data": {"image": ["T"]}}, "features.kwargs_data.image has 1 items, and mm_hashes 2"),
+    "no hash": ({"mm_hashes": {"image": ["", "h"]}}, "features.mm_hashes.image[0] must be a text that is not empty"),
+    "no lists": ({"mm_hashes": 7}, "features.mm_hashes must be an object of lists, one for each modality"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "sentence"), LIES.values(), ids=LIES)
+async def test_a_renderer_that_contradicts_itself_or_the_request_is_at_fault(
+    render: Any, context: Any, upstream: Any, changes: dict[str, Any], sentence: str
+) -> None:
+    body, answer = of_media(("image", 3), ("image", 3), **changes)
+    with pytest.raises(LegFailed) as caught:
+        await render().run(context("chat", body), upstream(answer))
+    assert caught.value.message == f"render: the render service's answer does not fit the request: {sentence}"
+    assert caught.value.status == 502
+
+
+@pytest.mark.parametrize("features", [None, "x", []])
+async def test_media_that_the_renderer_lost_is_missed(render: Any, context: Any, upstream: Any, features: Any) -> None:
+    body, answer = of_media(("image", 3))
+    with pytest.raises(LegFailed, match="does not fit the request"):
+        await render().run(context("chat", body), upstream({**answer, "features": features}))
+
+
+async def test_media_that_nobody_sent_is_seen(render: Any, context: Any, upstream: Any) -> None:
+    with pytest.raises(LegFailed, match="has 1 items, and the request 0 of that kind"):
+        await render().run(context("chat", {"messages": HI}), upstream(of_media(("image", 3))[1]))
+
+
+async def test_metadata_gets_the_modalities_that_vllm_leaves_out_of_it(
+    render: Any, context: Any, upstream: Any
+) -> None:
+    body, answer = of_media(("image", 3), ("audio", 2), mm_metadata={"image": ["m"]})
+    ctx = context("chat", body)
+    await render().run(ctx, upstream(answer))
+    assert ctx.rendered["features"]["mm_metadata"] == {"image": ["m"], "audio": [None]}
+
+
+@pytest.mark.parametrize("asked", [{"mm_payload": "none"}, {"return_mm_kwargs": False}])
+async def test_media_is_rendered_whole_whatever_the_client_asks(
+    render: Any, context: Any, upstream: Any, asked: dict[str, Any]
+) -> None:
+    body, answer = of_media(("image", 3))
+    up = upstream(answer)
+    await render().run(context("chat", {**body, **asked, "mm_processor_kwargs": {"max_pixels": 10}}), up)
+    assert up.legs[0].body == {**body, "mm_processor_kwargs": {"max_pixels": 10}}
+
+
+def test_documents_are_refused_before_anything_is_sent(render: Any, context: Any) -> None:
+    source = {"type": "base64", "media_type": "application/pdf", "data": "AAAA"}
+    body = {"messages": [{"role": "user", "content": [{"type": "document", "source": source}]}], "max_tokens": 9}
+    with pytest.raises(BadRequest, match="the model is shown no documents"):
+        render().admit(context("messages", body))
 
 
 MALFORMED: list[Any] = [

@@ -333,7 +333,10 @@ async def test_no_leg_is_sent_a_url(fetcher: FakeFetcher, upstream: Any, setting
     ]
     handover = {"do_remote_prefill": True, "do_remote_decode": False, "remote_block_ids": [[1]],
                 "remote_engine_id": "e", "remote_request_id": "r", "remote_host": "h", "remote_port": 1}  # fmt: skip
-    up = upstream({"token_ids": [1, 2], "sampling_params": {}}, {"kv_transfer_params": handover}, {"choices": []})
+    places = [{"offset": 0, "length": 1}, {"offset": 1, "length": 1}]
+    rendered = {"token_ids": [1, 2], "sampling_params": {},
+                "features": {"mm_hashes": {"image": ["h", "h"]}, "mm_placeholders": {"image": places}}}  # fmt: skip
+    up = upstream(rendered, {"kv_transfer_params": handover}, {"choices": []})
     up.media = fetcher
     body = chat(image(URL), image(URL)) | {"mm_processor_kwargs": {"max_pixels": 10}}
     ctx = context(Format.CHAT, body)
