@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from coordinator.context import RequestContext
-from coordinator.headers import CREDENTIALS, leg_headers, leg_id, request_id, upstream_headers
+from coordinator.headers import leg_headers, leg_id, request_id, upstream_headers
 from coordinator.pipeline import Pipeline
 from coordinator.step import Fetched, Reply
 from envelope.client_request import check
@@ -106,16 +106,8 @@ class _Scribe:
     def _write_down(self, ctx: RequestContext, leg: Leg) -> None:
         worker = self._links[leg.role].router.pick(ctx)
         assert worker is not None, "nobody was tried yet"
-        # Output of a command is pasted into tickets: whose key a leg carries is seen, and not the key.
-        sent = ((name, _hidden(value) if name.lower() in CREDENTIALS else value)
-                for name, value in leg_headers(ctx, leg, worker))  # fmt: skip
-        headers = (("Content-Type", "application/json"), *sent)
+        headers = (("Content-Type", "application/json"), *leg_headers(ctx, leg, worker))
         self.sent.append(SentLeg(leg.step, "POST", worker.url + leg.path, headers, leg.body))
-
-
-def _hidden(credential: str) -> str:
-    scheme, blank, _ = credential.partition(" ")
-    return f"{scheme} ***" if blank else "***"
 
 
 class _NoFetcher:
