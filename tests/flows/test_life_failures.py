@@ -8,7 +8,7 @@ import pytest
 from coordinator.sim import ABSENT, Canned, Fault, Settings
 from coordinator.sim.faults import echo
 
-DECODE_NEVER_CAME = "decode failed before it read what prefill had left, and nothing can free that but its lease"
+PERHAPS_READ = "whether a decode that failed has read what prefill left, nobody can tell, so nobody else may"
 SECRET = "Traceback: host 10.1.2.3"
 HTML = "<html><body>busy</body></html>"
 
@@ -20,7 +20,7 @@ def worker(fleet):
 
 def excuse_decode(excuse, leg):
     if leg == "decode":
-        excuse("unread", DECODE_NEVER_CAME)
+        excuse("unread", PERHAPS_READ)
 
 
 UNUSABLE = {
@@ -44,7 +44,7 @@ async def test_an_answer_that_is_of_no_use_is_a_502_that_names_the_leg(
     coordinator, fleet, worker, legs, excuse, leg, fault
 ):
     """Cut, truncated, no JSON, null, HTML, or a 5xx: the worker's words stay here, and later legs are not made."""
-    excuse("unread", DECODE_NEVER_CAME if leg == "decode" else "prefill's answer was lost on its way")
+    excuse("unread", PERHAPS_READ if leg == "decode" else "prefill's answer was lost on its way")
     at = await coordinator(fleet, "text")
     worker[leg].behave.fault = fault
     got = await at.chat()
@@ -68,7 +68,7 @@ CASES += [(shape, name, fault) for shape in ("openai", "text") for name, fault i
 )
 async def test_the_same_for_a_client_that_asked_for_a_stream(coordinator, fleet, excuse, shape, fault):
     """Nothing has been written yet, so the status is the true one and the body is JSON."""
-    excuse("unread", DECODE_NEVER_CAME)
+    excuse("unread", PERHAPS_READ)
     at = await coordinator(fleet, shape)
     fleet.decode.behave.fault = fault
     got = await at.chat(stream=True)
@@ -159,7 +159,7 @@ async def test_a_decode_that_never_begins_is_a_504_for_streams_too(
     coordinator, fleet, excuse, eventually, stream, fault
 ):
     """L19: a stream's head is held back until its first event, so the status is still to be had."""
-    excuse("unread", DECODE_NEVER_CAME)
+    excuse("unread", PERHAPS_READ)
     at = await coordinator(fleet, steps={"decode": {"first_byte_timeout": "100ms"}})
     fleet.decode.behave.next(fault)
     got = await at.chat(stream=stream)
@@ -245,9 +245,8 @@ async def test_a_worker_that_is_older_than_output_mode_is_found_out(coordinator,
     assert (got.status, "vLLM 0.3" in got.error["message"]) == (502, True)
 
 
-async def test_a_worker_that_is_older_than_derender_refuses_in_its_own_words(coordinator, fleet_of, excuse):
+async def test_a_worker_that_is_older_than_derender_refuses_in_its_own_words(coordinator, fleet_of):
     """0.32 knows the field and not the mode: its 400 says so, and goes on to the client."""
-    excuse("unread", "the generate route does not free what it refuses")
     fleet = await fleet_of(decode_settings=Settings(version="0.32.0"))
     at = await coordinator(fleet, "derender")
     got = await at.chat()

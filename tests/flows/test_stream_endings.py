@@ -44,9 +44,8 @@ async def test_an_error_as_the_first_event_gets_its_true_status(says, scripted, 
     assert await at.count("coordinator_requests_total", outcome="rejected") == 1
 
 
-async def test_a_refusal_by_the_engine_itself_is_a_400_for_a_stream_too(coordinator, fleet_of, excuse):
+async def test_a_refusal_by_the_engine_itself_is_a_400_for_a_stream_too(coordinator, fleet_of):
     """S07: the simulated worker checks log probabilities as late as vLLM does."""
-    excuse("unread", "the generate route does not free what it refuses")
     fleet = await fleet_of(settings=Settings(max_logprobs=2))
     at = await coordinator(fleet, "text")
     got = await at.chat(stream=True, logprobs=True, top_logprobs=5)
@@ -76,7 +75,7 @@ async def test_a_stream_without_any_answer_is_a_502(says, scripted, shape, body)
 @pytest.mark.parametrize("shape", ["openai", "text", "unwrapped"])
 async def test_a_stream_of_nothing_but_the_end_mark_is_a_502(coordinator, fleet, excuse, shape):
     """S08: the same from the simulated worker."""
-    excuse("unread", "decode failed before it read what prefill had left")
+    excuse("unread", "whether a decode that failed has read what prefill left, nobody can tell, so nobody else may")
     at = await coordinator(fleet, shape)
     fleet.decode.behave.next(Fault(only_done=True))
     assert (await at.chat(stream=True)).status == 502
