@@ -45,7 +45,7 @@ class Fault:
         die_after: so many events, then reset the connection.
         end_after: so many events, then end the body cleanly: no finish, no ``[DONE]``.
         half_event_after: so many events, then half of the next one, then reset the connection.
-        error_after: so many events, then an error event, then ``[DONE]``.
+        error_after: so many events, then an error event as the route has it, then ``[DONE]`` (not on messages).
         only_done: nothing but ``[DONE]``.
         comments: a comment line before each event, as a server with ``--sse-keep-alive-interval`` may send.
         slice_bytes: write events in slices of that many bytes, so that they arrive cut anywhere.

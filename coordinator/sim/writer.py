@@ -11,6 +11,7 @@ import orjson
 from aiohttp import web
 
 from coordinator.sim.answers import DONE, Answer, Cut, Frame, Stream, Whole
+from coordinator.sim.messages import AnthropicRefusal
 from coordinator.sim.refusals import failed
 
 if TYPE_CHECKING:
@@ -99,9 +100,17 @@ async def _stop_at(count: int, frame: Frame, request: web.Request, response: web
         await response.write(raw[: len(raw) // 2])
         _reset(request)
     if count == fault.error_after:
-        await response.write(Frame(failed().body(), spaced=frame.spaced).encode() + DONE.encode())
+        await response.write(_error(request.path, frame))
         return True
     return count == fault.end_after
+
+
+def _error(path: str, instead: Frame) -> bytes:
+    """Return the events that a stream fails with, in the place of the next one."""
+    refusal = failed()
+    if path.endswith("/v1/messages"):
+        return Frame(AnthropicRefusal(refusal.message, status=refusal.status).body(), event="error").encode()
+    return Frame(refusal.body(), spaced=instead.spaced).encode() + DONE.encode()
 
 
 async def _write_event(response: web.StreamResponse, event: bytes, fault: Fault) -> None:
