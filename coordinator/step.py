@@ -45,6 +45,8 @@ class Leg:
         api: which API the path belongs to.
         headers: what this leg adds to the client's own headers.
         single_use: the body holds a hand-over that only one worker may be given.
+        detached: nobody waits for its answer; over a kept connection that had died it is sent once more, as there is no
+            client whose request could begin again.
         id_suffix: what tells this leg's id from those of others that the request makes at the same time.
         idempotent: it leaves nothing that a repetition could harm, so another worker is tried after any failure.
     """
@@ -56,6 +58,7 @@ class Leg:
     limits: LegLimits = LegLimits()
     headers: Headers = ()
     single_use: bool = False
+    detached: bool = False
     id_suffix: str = ""
     idempotent: bool = False
     method: str = "POST"

@@ -126,7 +126,7 @@ class HttpUpstream:
             refused = False
             call = Call(leg, worker, self._pools[leg.role], len(tried), begun)
             try:
-                return await (self._linger(call, once(call)) if leg.single_use else once(call))
+                return await (self._linger(call, once(call)) if leg.single_use and not leg.detached else once(call))
             except LegError as error:
                 refused = _refused_unread(leg, error)
                 tried.append(worker)
@@ -194,7 +194,7 @@ class HttpUpstream:
                 if not call.stale:
                     raise
                 self._metrics.stale_connections.labels(leg.role).inc()
-                if leg.single_use:
+                if leg.single_use and not leg.detached:
                     raise  # it begins again at prefill instead
                 await call.open(head, body, fresh=True)
 

@@ -133,7 +133,8 @@ class Decode:
             token_ids = prompt_ids(ctx) if self.params.send_prompt_token_ids else None
             body = prefill_openai(fmt, ctx.body, handover, token_ids)
         # Ids end in what is unique, and a salt has at most 128 characters.
-        return Leg("release", self.role, PATHS[fmt], {**body, "cache_salt": ctx.leg_id[-64:]}, self._limits)
+        body = {**body, "cache_salt": ctx.leg_id[-64:]}
+        return Leg("release", self.role, PATHS[fmt], body, self._limits, single_use=True, detached=True)
 
     def _check_age(self, ctx: RequestContext) -> None:
         """Refuse a hand-over whose blocks prefill may soon give to others: decode would read another prompt's."""
