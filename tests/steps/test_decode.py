@@ -393,3 +393,32 @@ def test_what_it_does_for_an_api_is_told_without_a_request(
     fmt = Format.GENERATE if params else api
     assert (row.api, row.step, row.role, row.format, row.path) == (api, "decode", "decode", fmt, PATHS[fmt])
     assert row.notes == notes
+
+
+PICTURES = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]}]
+FEATURES = {
+    "mm_hashes": {"image": ["h"]},
+    "mm_placeholders": {"image": [{"offset": 0, "length": 1}]},
+    "kwargs_data": {"image": ["T"]},
+    "mm_metadata": {"image": ["m"]},
+}
+ENTRIES = {"h": {"peer_host": "10.0.0.9", "peer_port": 5502}}
+
+
+@pytest.mark.parametrize("prefilled", [True, False])
+@pytest.mark.parametrize("tokens_in", [True, False])
+async def test_media_goes_along_whole_and_its_embedding_only_to_whoever_computes_the_prompt(
+    decode: Any, context: Any, upstream: Any, prefilled: bool, tokens_in: bool
+) -> None:
+    rendered = {"token_ids": [91], "sampling_params": {}, "features": FEATURES}
+    body = {"messages": PICTURES, "mm_processor_kwargs": {"max_pixels": 10}}
+    ctx = context("chat", body, rendered=rendered, ec_params=ENTRIES, prefilled=prefilled)
+    params = {"use_openai_format": not tokens_in} | ({} if tokens_in else {"send_prompt_token_ids": True})
+    up = upstream({"output_mode": "text", "choices": []})
+    await decode(params).run(ctx, up)
+    sent = up.legs[0].body
+    assert sent.get("ec_transfer_params") == (None if prefilled else ENTRIES)
+    if tokens_in:
+        assert sent["features"] == FEATURES
+    else:
+        assert {**sent, "ec_transfer_params": None} == {**body, "ec_transfer_params": None}

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from coordinator.step import LegLimits
+from envelope.ec_transfer import EC_CONNECTORS
 from envelope.errors import BadRequest, LegBusy, LegFailed, LegRejected, LegTimeout, NoWorker
 from envelope.formats import PATHS, Format
 from envelope.kv_transfer import KV_CONNECTORS
@@ -219,6 +220,120 @@ async def test_a_missing_hand_over_is_a_failure_that_decode_may_take_over_too(
         await prefill(on_prefill_failure="decode_alone").run(context("chat", CHAT), upstream(answer)) == "failed_over"
     )
     assert counted.all == [("handover_missing", "absent", "fail"), ("prefill_failed_over", "LegFailed")]
+
+
+# Media: what an encode worker has, prefill is told where to fetch, and is not sent again.
+
+PICTURES = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]}]
+FEATURES = {
+    "mm_hashes": {"image": ["h1", "h2", "h3"]},
+    "mm_placeholders": {"image": [{"offset": i, "length": 1} for i in range(3)]},
+    "kwargs_data": {"image": ["T1", "T2", "T3"]},
+    "mm_metadata": {"image": ["m1", "m2", None]},
+}
+SEEN = {"token_ids": [91, 91, 91], "sampling_params": {}, "features": FEATURES}
+ENTRIES = {
+    each: {"peer_host": "10.0.0.9", "peer_port": 5502, "big": 2**53 + 1, "x": [1.5, None]}
+    for each in ("h1", "h2", "h3")
+}
+EC_NIXL, EC_SHARED = {"ec": EC_CONNECTORS["ec-nixl"]}, {"ec": EC_CONNECTORS["ec-shared-storage"]}
+
+# (mm_features, connector, entries, tensors that go along)
+SENT: dict[str, tuple[str, Any, Any, Any]] = {
+    "all encoded": ("auto", EC_NIXL, ENTRIES, [None, None, "T3"]),
+    "some encoded": ("auto", EC_NIXL, {"h2": ENTRIES["h2"]}, ["T1", None, "T3"]),
+    "none encoded": ("auto", EC_NIXL, None, ["T1", "T2", "T3"]),
+    "under a LoRA's name": ("auto", EC_NIXL, {"lora:h1": ENTRIES["h1"]}, [None, "T2", "T3"]),
+    "full": ("full", EC_NIXL, ENTRIES, ["T1", "T2", "T3"]),
+    "metadata": ("metadata", EC_NIXL, ENTRIES, [None, None, "T3"]),
+    "metadata, none encoded": ("metadata", EC_NIXL, None, ["T1", "T2", "T3"]),
+    "a shared folder": ("auto", EC_SHARED, ENTRIES, ["T1", "T2", "T3"]),
+    "a shared folder, metadata": ("metadata", EC_SHARED, ENTRIES, [None, None, "T3"]),
+}
+
+
+@pytest.mark.parametrize(("mode", "connector", "entries", "tensors"), SENT.values(), ids=SENT)
+async def test_tensors_of_what_can_be_fetched_are_not_sent_again(
+    prefill: Any, context: Any, upstream: Any, mode: str, connector: Any, entries: Any, tensors: Any
+) -> None:
+    ctx, up = context("chat", {"messages": PICTURES}, rendered=SEEN, ec_params=entries), upstream(ANSWER)
+    assert await prefill({**TOKENS_IN, "mm_features": mode}, **connector).run(ctx, up) == "ok"
+    body = up.legs[0].body
+    assert body["features"] == {**FEATURES, "kwargs_data": {"image": tensors}}
+    assert body.get("ec_transfer_params") == entries
+    assert "ec_transfer_params" not in body["sampling_params"].get("extra_args", {})
+
+
+async def test_metadata_alone_leaves_no_empty_lists(prefill: Any, context: Any, upstream: Any) -> None:
+    whole = {**FEATURES, "mm_metadata": {"image": ["m1", "m2", "m3"]}}
+    ctx = context("chat", {"messages": PICTURES}, rendered={**SEEN, "features": whole}, ec_params=ENTRIES)
+    await prefill(TOKENS_IN, **EC_NIXL).run(ctx, up := upstream(ANSWER))
+    assert up.legs[0].body["features"] == {**whole, "kwargs_data": None}
+
+
+async def test_on_the_client_s_route_the_parts_stay_and_the_entries_stand_beside_them(
+    prefill: Any, context: Any, upstream: Any
+) -> None:
+    body = {"messages": PICTURES, "mm_processor_kwargs": {"max_pixels": 10}}
+    ctx, up = context("chat", body, rendered=SEEN, ec_params=ENTRIES), upstream(ANSWER)
+    await prefill({**OPENAI, "send_prompt_token_ids": True}, **EC_NIXL).run(ctx, up)
+    one = {"max_tokens": 1, "stream": False, "ignore_eos": True}
+    assert up.legs[0].body == {**body, **one, "kv_transfer_params": ASK, "ec_transfer_params": ENTRIES}
+
+
+async def test_a_generate_client_s_features_go_as_they_came(prefill: Any, context: Any, upstream: Any) -> None:
+    ctx, up = context("generate", SEEN), upstream(ANSWER)
+    await prefill({"mm_features": "metadata"}, **EC_NIXL).run(ctx, up)
+    assert up.legs[0].body["features"] == FEATURES
+    assert "ec_transfer_params" not in up.legs[0].body
+
+
+GONE = LegFailed("prefill", "the worker answered 500")
+
+
+async def test_what_could_not_be_fetched_is_sent_whole_where_the_file_says_so(
+    prefill: Any, context: Any, upstream: Any, counted: Any
+) -> None:
+    ctx, up = context("chat", {"messages": PICTURES}, rendered=SEEN, ec_params=ENTRIES), upstream(GONE, ANSWER)
+    assert await prefill(TOKENS_IN, on_encode_failure="prefill_encodes", **EC_NIXL).run(ctx, up) == "ok"
+    assert [leg.body["features"]["kwargs_data"]["image"] for leg in up.legs] == [[None, None, "T3"], ["T1", "T2", "T3"]]
+    assert "ec_transfer_params" not in up.legs[1].body
+    assert ctx.ec_params is None
+    assert counted.all == [("encoding_missing", "not_fetched", "prefill_encodes")]
+
+
+# (policy, mm_features, the failure)
+NOT_AGAIN = {
+    "not by policy": ("fail", "auto", GONE),
+    "nothing was left out": ("prefill_encodes", "full", GONE),
+    "late": ("prefill_encodes", "auto", LegTimeout("prefill", "late")),
+    "refused": ("prefill_encodes", "auto", LegRejected("prefill", 400, {"message": "x"})),
+    "nobody there": ("prefill_encodes", "auto", NoWorker("prefill", "x")),
+}
+
+
+@pytest.mark.parametrize(("policy", "mode", "error"), NOT_AGAIN.values(), ids=NOT_AGAIN)
+async def test_any_other_failure_is_not_tried_again(
+    prefill: Any, context: Any, upstream: Any, policy: str, mode: str, error: Exception
+) -> None:
+    ctx, up = context("chat", {"messages": PICTURES}, rendered=SEEN, ec_params=ENTRIES), upstream(error)
+    with pytest.raises(type(error)):
+        await prefill({**TOKENS_IN, "mm_features": mode}, on_encode_failure=policy, **EC_NIXL).run(ctx, up)
+    assert len(up.legs) == 1
+
+
+async def test_decode_is_told_whether_the_prompt_was_computed(prefill: Any, context: Any, upstream: Any) -> None:
+    ctx = context("chat", CHAT)
+    await prefill(OPENAI).run(ctx, upstream(ANSWER))
+    assert ctx.prefilled
+    ctx.begin_again("again")
+    assert not ctx.prefilled
+    ctx = context("chat", CHAT)
+    await prefill(OPENAI, on_prefill_failure="decode_alone").run(ctx, upstream(GONE))
+    assert not ctx.prefilled
+    ctx = context("chat", {**CHAT, "n": 2})
+    await prefill(OPENAI).run(ctx, upstream())
+    assert not ctx.prefilled
 
 
 async def test_the_step_s_time_limits_are_the_leg_s(prefill: Any, context: Any, upstream: Any) -> None:
