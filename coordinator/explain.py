@@ -1,7 +1,7 @@
 """What a request would become: the body and headers of every leg, worked out without sending anything.
 
 The real pipeline runs against an upstream that writes down what it is given and answers with stand-ins for what only
-workers know: token ids, the hand-over.
+workers know: token ids, what media becomes, the hand-over.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from envelope.formats import PATHS, Format
 from envelope.generate import asked_mode
 from envelope.json_codec import dumps
 from envelope.kv_transfer import without_transfer_params
+from envelope.media_items import has_sound_in_video, media_items
 from envelope.media_types import Kind
 from envelope.sampling import client_sampling
 
@@ -53,6 +54,10 @@ STAND_IN_HANDOVER: Json = {
     "remote_port": 5600,
 }
 
+STAND_IN_PLACEHOLDER = 999
+STAND_IN_ENCODING: Json = {"peer_host": "<encode's host, where the connector has one>", "peer_port": 5502}
+
+_FEATURES = ("mm_hashes", "mm_placeholders", "kwargs_data", "mm_metadata")
 
 # A terminal is a log, and so is what an operator pastes into a ticket.
 _SECRETS = frozenset(("authorization", "api-key", "x-api-key", "cookie"))
@@ -187,20 +192,49 @@ def guess_api(body: Any) -> Format:
 
 def _stand_in(ctx: RequestContext, leg: Leg) -> Any:
     if leg.role == "render":
+        token_ids, features = _rendered_media(ctx)
         rendered = {
             "request_id": f"chatcmpl-{ctx.leg_id}",
-            "token_ids": STAND_IN_TOKENS,
+            "token_ids": token_ids,
+            **({} if features is None else {"features": features}),
             "sampling_params": {"max_tokens": STAND_IN_CAP, **client_sampling(ctx.api, ctx.body), "output_kind": 2},
             "model": ctx.body.get("model"),
             "parse_context": {} if ctx.api in (Format.CHAT, Format.MESSAGES) else None,
         }
         return [rendered] if ctx.api is Format.COMPLETIONS else rendered
+    if leg.role == "encode":
+        # Of all media at once: each leg keeps its own.
+        return {"ec_transfer_params": {each: STAND_IN_ENCODING for _, each in _hashed_media(ctx)}}
     if leg.role == "prefill":
         return {"choices": [{"index": 0, "finish_reason": "length"}], "kv_transfer_params": STAND_IN_HANDOVER}
     if leg.role == "decode":
         mode = asked_mode(leg.body) if leg.path == PATHS[Format.GENERATE] else None
         return {"choices": [{"index": 0, "finish_reason": "stop", "text": ""}], "output_mode": mode}
     raise NoWorker(leg.step, f"explain knows no {leg.role} workers")
+
+
+def _rendered_media(ctx: RequestContext) -> tuple[list[int], Json | None]:
+    """Return a prompt in which each piece of media has one token, and where it stands."""
+    token_ids = list(STAND_IN_TOKENS)
+    features: Json = {name: {} for name in _FEATURES}
+    for modality, each in _hashed_media(ctx):
+        item = (each, {"offset": len(token_ids), "length": 1}, f"<tensors of {each}>", f"<metadata of {each}>")
+        for name, value in zip(_FEATURES, item, strict=True):
+            features[name].setdefault(modality, []).append(value)
+        token_ids.append(STAND_IN_PLACEHOLDER)
+    return token_ids, features if features["mm_hashes"] else None
+
+
+def _hashed_media(ctx: RequestContext) -> list[tuple[str, str]]:
+    """Return modality and a name in the place of the hash for each piece of media, the same name for the same media."""
+    names: dict[Any, str] = {}
+    found = []
+    for item in media_items(ctx.api, ctx.body):
+        name = names.setdefault(item.same, f"hash of {item.where}")
+        found.append((str(item.kind), name))
+        if item.kind is Kind.VIDEO and has_sound_in_video(ctx.body):
+            found.append((str(Kind.AUDIO), f"hash of the sound of {item.where}"))
+    return found
 
 
 def _masked(name: str, value: str) -> str:

@@ -13,7 +13,15 @@ from coordinator.app import discarded, links, routing_headers
 from coordinator.cli import NoEvents
 from coordinator.config import load
 from coordinator.credentials import Closed
-from coordinator.explain import STAND_IN_HANDOVER, STAND_IN_TOKENS, SentLeg, explain, guess_api
+from coordinator.explain import (
+    STAND_IN_ENCODING,
+    STAND_IN_HANDOVER,
+    STAND_IN_PLACEHOLDER,
+    STAND_IN_TOKENS,
+    SentLeg,
+    explain,
+    guess_api,
+)
 from envelope.errors import BadRequest, Forbidden
 from envelope.formats import Format
 
@@ -66,6 +74,59 @@ async def test_in_openai_format_both_legs_go_to_the_client_s_own_route(legs: Any
         ("prefill", "POST", "http://p:8000/v1/chat/completions", {**one, "kv_transfer_params": ASK}),
         ("decode", "POST", "http://d:8000/v1/chat/completions", {**CHAT, "kv_transfer_params": STAND_IN_HANDOVER}),
     ]
+
+
+CAT, DOG = ({"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}} for data in ("AAAA", "BBBB"))
+PICTURES = {"model": "m", "messages": [{"role": "user", "content": [CAT, DOG, CAT]}], "max_tokens": 50}
+EPD = {name: {"endpoints": [f"http://{name[0]}:8000"]} for name in ("encode", "prefill", "decode")}
+
+
+async def test_each_distinct_piece_of_media_has_an_encode_leg_on_the_chat_route(legs: Any) -> None:
+    steps = [{"type": name} for name in ("encode", "prefill", "decode")]
+    sent = await legs(PICTURES, *steps, pools=EPD, pipeline={"ec_connector": "ec-nixl"})
+    one = {"model": "m", "max_tokens": 1, "stream": False, "ignore_eos": True}
+    entries = {f"hash of messages[0].content[{i}]": STAND_IN_ENCODING for i in (0, 1)}
+    assert told(sent) == [
+        *(
+            ("encode", "POST", "http://e:8000/v1/chat/completions",
+             {**one, "messages": [{"role": "user", "content": [part]}]})
+            for part in (CAT, DOG)
+        ),
+        ("prefill", "POST", "http://p:8000/v1/chat/completions",
+         {**one, "messages": PICTURES["messages"], "kv_transfer_params": ASK, "ec_transfer_params": entries}),
+        ("decode", "POST", "http://d:8000/v1/chat/completions", {**PICTURES, "kv_transfer_params": STAND_IN_HANDOVER}),
+    ]  # fmt: skip
+    ids = [dict(leg.headers)["X-Request-Id"] for leg in sent]
+    assert ids == [f"{ids[2]}-e1", f"{ids[2]}-e2", ids[2], ids[2]]
+
+
+async def test_tokens_in_an_encode_leg_is_one_item_and_prefill_is_sent_no_tensors_again(legs: Any) -> None:
+    steps = [RENDER, *({"type": name} for name in ("encode", "prefill", "decode"))]
+    sent = await legs(PICTURES, *steps, pools=EPD, pipeline={"ec_connector": "ec-nixl", "use_openai_format": False})
+    render, cat, dog, prefill, decode = sent
+    assert render.body == PICTURES
+    for leg, name in ((cat, "hash of messages[0].content[0]"), (dog, "hash of messages[0].content[1]")):
+        assert leg.url == "http://e:8000/inference/v1/generate"
+        assert leg.body["token_ids"] == [STAND_IN_TOKENS[0], STAND_IN_PLACEHOLDER]
+        assert leg.body["features"] == {
+            "mm_hashes": {"image": [name]},
+            "mm_placeholders": {"image": [{"offset": 1, "length": 1}]},
+            "kwargs_data": {"image": [f"<tensors of {name}>"]},
+            "mm_metadata": {"image": [f"<metadata of {name}>"]},
+        }
+    assert prefill.body["token_ids"] == [*STAND_IN_TOKENS, *[STAND_IN_PLACEHOLDER] * 3]
+    assert prefill.body["features"]["kwargs_data"] is None
+    assert len(prefill.body["ec_transfer_params"]) == 2
+    assert len(decode.body["features"]["kwargs_data"]["image"]) == 3
+    assert "ec_transfer_params" not in decode.body
+
+
+async def test_a_videos_sound_is_a_piece_of_its_own(legs: Any) -> None:
+    film = {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}}
+    body = {"messages": [{"role": "user", "content": [film]}], "mm_processor_kwargs": {"use_audio_in_video": True}}
+    sent = await legs(body, RENDER, {"type": "decode"}, pools={"decode": EPD["decode"]},
+                      pipeline={"use_openai_format": False})  # fmt: skip
+    assert sent[-1].body["features"]["mm_hashes"].keys() == {"video", "audio"}
 
 
 async def test_tokens_in_the_client_s_body_goes_to_render_and_its_answer_to_the_generate_route(legs: Any) -> None:
