@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     import ssl
     from collections.abc import Callable, Sequence
 
+# Of the names and values of an answer's headers.
+_HEAD_CAP = 256 * 1024
+
 # A reader that lags behind this far stops the socket from being read.
 _HIGH_WATER = 256 * 1024
 
@@ -57,7 +60,7 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport = None  # type: ignore[assignment]  # set before anybody sees the object
         self._parser = httptools.HttpResponseParser(self)
         self._parts: list[bytes] = []
-        self._size = 0
+        self._size = self._head_size = 0
         self._head_done = self._complete = self._keeps = self._paused = False
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -68,7 +71,7 @@ class Connection(asyncio.Protocol):
 
     def send(self, head: bytes, body: bytes) -> None:
         """Write one request; the answer to the one before must have been read."""
-        self.status, self.headers = 0, CIMultiDict()
+        self.status, self.headers, self._head_size = 0, CIMultiDict(), 0
         self._head_done = self._complete = self.answered = False
         self._inflate = None
         if len(body) <= _JOIN_UP_TO:
@@ -160,6 +163,9 @@ class Connection(asyncio.Protocol):
             raise Broken("the worker sent what nobody asked for")
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        self._head_size += len(name) + len(value)
+        if self._head_size > _HEAD_CAP:
+            raise Broken("the answer's head is too large")
         self.headers.add(name.decode("latin-1"), value.decode("utf-8", "surrogateescape"))
 
     def on_headers_complete(self) -> None:

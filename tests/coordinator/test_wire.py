@@ -207,9 +207,19 @@ async def test_a_port_that_nobody_listens_on_is_told_from_a_broken_answer() -> N
         [CHUNKED[:-5], None],
         [b"SSH-2.0-OpenSSH\r\n\r\n"],
         [b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n"],
+        [b"HTTP/1.1 200 OK\r\n" + b"X-A: b\r\n" * 100_000],
         [b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: 5\r\n\r\nabcde"],
     ],
-    ids=["no byte", "half a head", "half a body", "no last chunk", "no HTTP", "no chunk size", "no gzip"],
+    ids=[
+        "no byte",
+        "half a head",
+        "half a body",
+        "no last chunk",
+        "no HTTP",
+        "no chunk size",
+        "no end of the head",
+        "no gzip",
+    ],
 )
 async def test_an_answer_that_is_not_whole_or_not_http_is_broken(start: Any, answer: list[Any]) -> None:
     worker = await start(answer)
