@@ -26,6 +26,8 @@ FAMILIES = {
     "coordinator_retries": ("counter", ("step",)),
     "coordinator_prefills_failed_over": ("counter", ("reason",)),
     "coordinator_handovers_released": ("counter", ("outcome",)),
+    "coordinator_encodes_skipped": ("counter", ("reason",)),
+    "coordinator_encodings_missing": ("counter", ("reason", "policy")),
     "coordinator_stale_connections": ("counter", ("role",)),
 }
 
@@ -67,12 +69,16 @@ def test_what_happened_is_counted_under_its_name(metrics: Metrics) -> None:
     metrics.prefill_skipped("n")
     metrics.prefill_failed_over("NoWorker")
     metrics.begun_again()
+    metrics.encode_skipped("no_worker_named")
+    metrics.encoding_missing("absent", "fail")
     metrics.queued(2)
     metrics.queued(-1)
     assert value(metrics, "coordinator_handovers_missing_total", reason="absent", policy="fail") == 1
     assert value(metrics, "coordinator_prefills_skipped_total", reason="n") == 1
     assert value(metrics, "coordinator_prefills_failed_over_total", reason="NoWorker") == 1
     assert value(metrics, "coordinator_retries_total", step="prefill_again") == 1
+    assert value(metrics, "coordinator_encodes_skipped_total", reason="no_worker_named") == 1
+    assert value(metrics, "coordinator_encodings_missing_total", reason="absent", policy="fail") == 1
     assert value(metrics, "coordinator_requests_queued") == 1
 
 

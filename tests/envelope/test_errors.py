@@ -35,6 +35,7 @@ TREE = {
     "Unavailable": (503, "ServiceUnavailableError", "ApiError"),
     "InternalError": (500, "InternalServerError", "ApiError"),
     "ClientGone": (499, "ClientClosedRequest", "ApiError"),
+    "ClientStalled": (499, "ClientClosedRequest", "ClientGone"),
 }
 # Their status is their children's, or the worker's.
 BRANCHES = {"ClientError", "LegError", "LegRejected", "Overloaded"}
