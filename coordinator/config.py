@@ -202,7 +202,9 @@ class Server(Section):
         description="own port of /metrics (llm-d: 9090); unset is the main port, 0 or less turns it off",
     )
     max_header_size: Count = Field(
-        32768, description="largest header field in bytes; routers in front may put long lists into one"
+        32768,
+        description="largest header field in bytes; routers in front may put long lists into one; all fields together "
+        "may have four times as much",
     )
     max_concurrency: Whole = Field(
         0, ge=0, description="requests that are worked on at a time, /v1/models aside; 0 is no limit"

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
+from aiohttp.http import HttpVersion11
 from aiohttp.http_exceptions import ContentEncodingError, LineTooLong
 from aiohttp.web_protocol import RequestHandler
 
@@ -22,6 +23,7 @@ from envelope.errors import (
     HeadersTooLarge,
     InternalError,
     MethodNotAllowed,
+    NotSupported,
     UnknownPath,
     UnsupportedMedia,
     error_body,
@@ -51,16 +53,26 @@ PATIENCE = web.AppKey("patience", Patience)
 
 _FOR_EVER_S = 1e9  # aiohttp takes 0 for "no second request"
 
+# A head that comes in pieces may be as large as so many of the largest fields.
+_FIELDS = 4
+
+_TOO_LARGE = (
+    b"HTTP/1.1 431 Request Header Fields Too Large\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    b"Content-Length: %d\r\n\r\n"
+)
+
 
 class _Handler(RequestHandler):
     """One connection."""
 
-    __slots__ = ("_head_timer", "_patience", "_stall_timer", "_unsent", "stalled")
+    __slots__ = ("_head_bytes", "_head_timer", "_max_head_bytes", "_patience", "_stall_timer", "_unsent", "stalled")
 
     def __init__(self, server: _Server, **kwargs: Any) -> None:
         super().__init__(server, **kwargs)
         self.stalled = False
         self._patience = server.patience
+        self._max_head_bytes = _FIELDS * self.max_field_size
+        self._head_bytes = 0
         self._stall_timer: asyncio.TimerHandle | None = None
         self._head_timer: asyncio.TimerHandle | None = None
         self._unsent = 0
@@ -78,9 +90,14 @@ class _Handler(RequestHandler):
         heads = self._request_count
         super().data_received(data)
         if self._request_count != heads:
+            self._head_bytes = 0
             self._stop_watching_head()
-        elif self._head_timer is None and self._waiter is not None and not self._waiter.done():
-            self._watch_head()  # the first piece of a head
+        elif self._waiter is not None and not self._waiter.done():  # a piece of a head
+            self._head_bytes += len(data)
+            if self._head_bytes > self._max_head_bytes:
+                self._refuse_head()
+            elif self._head_timer is None:
+                self._watch_head()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -101,6 +118,13 @@ class _Handler(RequestHandler):
 
     def _head_is_late(self) -> None:
         self._head_timer = None
+        self.force_close()
+
+    def _refuse_head(self) -> None:
+        """Answer a head that is too large as a whole, which aiohttp has no limit for, and hang up."""
+        if self.transport is not None:
+            body = error_body(HeadersTooLarge(f"the head is larger than {self._max_head_bytes} bytes"), "")
+            self.transport.write(_TOO_LARGE % len(body) + body)
         self.force_close()
 
     def _watch_writing(self) -> None:
@@ -188,14 +212,16 @@ class Runner(web.AppRunner):
 async def json_errors(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
-    """Give aiohttp's own 404 and 405 an OpenAI error body."""
+    """Give aiohttp's own 404 and 405 an OpenAI error body, and refuse framings that others may read otherwise."""
     try:
+        if "Transfer-Encoding" in request.headers:
+            _check_coding(request)
         return await handler(request)
+    except ApiError as told:
+        error = told
     except web.HTTPMethodNotAllowed as refused:
         allowed = ", ".join(sorted(refused.allowed_methods))
-        error: ApiError = MethodNotAllowed(
-            f"{request.path} takes {allowed}, not {request.method}", headers={"Allow": allowed}
-        )
+        error = MethodNotAllowed(f"{request.path} takes {allowed}, not {request.method}", headers={"Allow": allowed})
     except web.HTTPNotFound:
         error = UnknownPath(f"{request.path} is not served here")
     except Exception:
@@ -204,7 +230,27 @@ async def json_errors(
     return _error_response(error, request)
 
 
+def _check_coding(request: web.Request) -> None:
+    """Refuse a transfer coding beside chunked, which aiohttp leaves in the body, and any before HTTP/1.1.
+
+    Source: RFC 9112, section 6.1.
+
+    Raises:
+        BadRequest, NotSupported.
+    """
+    if request.version < HttpVersion11:
+        raise BadRequest("HTTP/1.0 has no Transfer-Encoding; send Content-Length", headers=_CLOSE)
+    if request.headers["Transfer-Encoding"].strip().lower() != "chunked":
+        raise NotSupported("Transfer-Encoding may only be chunked", headers=_CLOSE)
+
+
+_CLOSE = {"Connection": "close"}
+
+
 def _error_response(error: ApiError, request: web.BaseRequest) -> web.Response:
     client_id = request_id(request.headers.get("X-Request-Id"))
     headers = {"Content-Type": "application/json", "X-Request-Id": client_id, **error.headers}
-    return web.Response(status=error.status, body=error_body(error, client_id), headers=headers)
+    response = web.Response(status=error.status, body=error_body(error, client_id), headers=headers)
+    if "Connection" in error.headers:
+        response.force_close()
+    return response

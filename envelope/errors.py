@@ -12,7 +12,7 @@
     │   ├── LegBusy 503      the worker is up and takes no more
     │   ├── LegTimeout 504   no answer in time
     │   └── NoWorker 503     nobody to ask
-    ├── NotSupported 501     the configuration asks for what this release cannot do for this request
+    ├── NotSupported 501     what this release cannot do for this request, by its framing or by the configuration
     ├── Overloaded           no room for it, and nothing was done: QueueFull 429, QueueTimeout 503
     ├── Unavailable 503      the coordinator itself: draining
     ├── InternalError 500    a fault of ours
