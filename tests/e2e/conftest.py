@@ -39,6 +39,11 @@ class Workers(NamedTuple):
     decode: Process
 
 
+class Pair(NamedTuple):
+    prefill: Process
+    decode: Process
+
+
 class Coordinator:
     """A running coordinator and the SDK client of a user."""
 
@@ -87,7 +92,9 @@ def start_vllm(
         return servers
 
     yield start
-    died = [server.name for server in started if not server.alive]
+    died = [server.name for server in started if not server.alive and not server.killed]
+    for server in started:
+        server.terminate()  # all of them first: each takes some seconds
     for server in started:
         server.stop()
     assert not died, f"ended before the tests did: {died}, see the logs in {logs}"
@@ -96,6 +103,12 @@ def start_vllm(
 @pytest.fixture(scope="session")
 def workers(start_vllm: Callable[..., list[Process]]) -> Workers:
     return Workers(*start_vllm("render", "prefill", "decode"))
+
+
+@pytest.fixture(scope="session")
+def pair(start_vllm: Callable[..., list[Process]], tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """A prefill and a decode worker with the shared-folder connector, which tests may kill."""
+    return Pair(*start_vllm("prefill", "decode", kv_folder=tmp_path_factory.mktemp("kv")))
 
 
 @pytest.fixture(scope="session")
@@ -115,8 +128,11 @@ def coordinator(
             command = [sys.executable, "-m", "coordinator", "serve", "--config", str(file)]
             process = Process("coordinator", command, port, file.with_suffix(".log"))
             request.config.stash.setdefault(_PROCESSES, []).append(process)
-            running[key] = Coordinator(process)
-            process.wait_until_ready("/readyz", 30)
+            try:
+                running[key] = Coordinator(process.wait_until_ready("/readyz", 30))
+            except RuntimeError:
+                process.stop()
+                raise
         return running[key]
 
     yield start

@@ -36,7 +36,7 @@ class Process:
         self.name = name
         self.url = f"http://127.0.0.1:{port}"
         self.log = log
-        self._began = time.monotonic()
+        self.killed = False
         with log.open("wb") as out:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _DIE_WITH_PARENT, *command],
@@ -66,10 +66,19 @@ class Process:
     def signal(self, number: signal.Signals) -> None:
         self._process.send_signal(number)
 
-    def stop(self, grace_s: float = 20) -> int:
-        """End the process by SIGTERM, and what is left of its group by SIGKILL; return the exit status."""
+    def terminate(self) -> None:
         if self.alive:
             self.signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End the process and its children at once, as a machine that is lost."""
+        self.killed = True
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def stop(self, grace_s: float = 20) -> int:
+        """End the process by SIGTERM, and what is left of its group by SIGKILL; return the exit status."""
+        self.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(grace_s)
         with contextlib.suppress(ProcessLookupError):

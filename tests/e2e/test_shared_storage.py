@@ -14,23 +14,15 @@ from tests.e2e.wire import Metrics, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
-    from tests.e2e.conftest import Coordinator, Workers
-    from tests.e2e.servers import Process
+    from tests.e2e.conftest import Coordinator, Pair, Workers
 
 pytestmark = pytest.mark.e2e
 
 
-@pytest.fixture(scope="module")
-def pair(start_vllm: Callable[..., list[Process]], tmp_path_factory: pytest.TempPathFactory) -> list[Process]:
-    folder: Path = tmp_path_factory.mktemp("kv")
-    return start_vllm("prefill", "decode", kv_folder=folder)
-
-
 @pytest.mark.parametrize("name", ["openai", "text"])
 def test_whole_blocks_of_the_prompt_come_from_the_folder(
-    coordinator: Callable[[dict], Coordinator], pair: list[Process], workers: Workers, name: str
+    coordinator: Callable[[dict], Coordinator], pair: Pair, workers: Workers, name: str
 ) -> None:
     """The connector ignores the salt: a first line that was never sent makes the blocks new."""
     prefill, decode = pair

@@ -1,0 +1,81 @@
+"""Real workers that are lost: an answer where there can be one, and never a torn one that looks whole.
+
+In the order of this file: the prefill worker goes first, then decode in the middle of a stream.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import openai
+import pytest
+
+from tests.e2e.conversations import CONVERSATIONS, conversation, said
+from tests.e2e.lineups import LINEUPS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.e2e.conftest import Coordinator, Pair, Workers
+
+pytestmark = pytest.mark.e2e
+
+FORMATS = ["openai", "text"]
+PLAIN = CONVERSATIONS["plain"]
+
+
+@pytest.fixture(scope="module")
+def fronts(
+    coordinator: Callable[[dict], Coordinator], pair: Pair, workers: Workers
+) -> Callable[[str, str], Coordinator]:
+    """Coordinators by wire format and by what they do without prefill; they come up, and then it dies."""
+    urls = workers.render.url, pair.prefill.url, pair.decode.url
+
+    def front(name: str, on_prefill_failure: str) -> Coordinator:
+        config = LINEUPS[name].config(*urls, kv_connector="kv-shared-storage")
+        config["pipeline"]["on_prefill_failure"] = on_prefill_failure
+        return coordinator(config)
+
+    for name in FORMATS:
+        front(name, "fail")
+        front(name, "decode_alone")
+    pair.prefill.kill()
+    return front
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_without_prefill_a_request_fails_and_says_so(fronts: Callable[[str, str], Coordinator], name: str) -> None:
+    with pytest.raises(openai.InternalServerError) as failed:
+        fronts(name, "fail").sdk.chat.completions.create(**PLAIN.ask())
+    assert failed.value.status_code in (502, 503)
+    assert "prefill" in failed.value.message
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_without_prefill_decode_answers_alone_where_the_file_says_so(
+    fronts: Callable[[str, str], Coordinator], name: str
+) -> None:
+    (choice,) = fronts(name, "decode_alone").sdk.chat.completions.create(**PLAIN.ask()).choices
+    assert said(choice.message, choice.finish_reason) == PLAIN.answer(parsed=LINEUPS[name].parsed)
+
+
+def test_a_stream_whose_worker_dies_is_an_error_to_the_client(
+    fronts: Callable[[str, str], Coordinator], pair: Pair
+) -> None:
+    """Both wire formats at once: there is one worker to lose."""
+    asking = [fronts(name, "decode_alone") for name in FORMATS]
+    never = conversation("Never stop.").ask(max_tokens=3000, stream=True)
+    streams = [iter(front.sdk.chat.completions.create(**never)) for front in asking]
+    for stream in streams:
+        next(stream)
+
+    pair.decode.kill()
+
+    for stream in streams:
+        with pytest.raises(openai.APIError):
+            list(stream)
+    for front in asking:
+        with pytest.raises(openai.InternalServerError) as failed:
+            front.sdk.chat.completions.create(**PLAIN.ask())
+        assert failed.value.status_code in (502, 503)
+        assert "decode" in failed.value.message
