@@ -230,6 +230,15 @@ async def test_transfer_params_of_a_client_are_not_in_it(legs: Any) -> None:
     assert leg.body == CHAT
 
 
+async def test_media_is_told_as_fetched_and_a_stand_in_goes_on_in_its_place(legs: Any) -> None:
+    image = {"type": "image_url", "image_url": {"url": "http://media.example/a.png"}}
+    body = {"model": "m", "messages": [{"role": "user", "content": [image]}]}
+    fetched, decode = await legs(body, {"type": "replace-media-urls"}, {"type": "decode"},
+                                 pools={"decode": POOLS["decode"]})  # fmt: skip
+    assert (fetched.step, fetched.method, fetched.url) == ("replace-media-urls", "GET", "http://media.example/a.png")
+    assert decode.body["messages"][0]["content"][0]["image_url"]["url"].startswith("data:image/png;base64,")
+
+
 GUESSES = [
     ({"token_ids": [1]}, Format.GENERATE),
     ({"prompt": "hi"}, Format.COMPLETIONS),

@@ -110,6 +110,20 @@ def test_what_is_ours_to_set_replaces_the_client_s() -> None:
     assert leg_headers(ctx, leg(), worker) == [("X", "1"), *OWN, ("EPP-Profile", "decode")]
 
 
+@pytest.mark.parametrize("name", ["Authorization", "authorization", "X-API-Key"])
+def test_our_key_goes_in_the_place_of_the_client_s_in_whichever_header_it_came(name: str) -> None:
+    """Two keys would leave it to the worker which of them counts, and tell it the client's."""
+    worker = Worker("http://a", headers=(("Authorization", "Bearer ours"),))
+    sent = leg_headers(context((name, "theirs"), ("X", "1")), leg(), worker)
+    assert sent == [("X", "1"), *OWN, ("Authorization", "Bearer ours")]
+
+
+def test_legs_that_are_made_at_the_same_time_have_ids_of_their_own() -> None:
+    twin = Leg("encode", "encode", "/v1/chat/completions", {}, id_suffix="-m1")
+    assert ("X-Request-Id", "req-1234-m1") in leg_headers(context(), twin, Worker("http://a"))
+    assert ("X-Request-Id", "req-1234-m1-2") in leg_headers(context(), twin, Worker("http://a"), 1)
+
+
 def test_repeated_names_are_spelled_alike_so_that_none_is_lost() -> None:
     ctx = context(("X-Tag", "1"), ("x-tag", "2"), ("Other", "3"), ("X-TAG", "4"))
     assert leg_headers(ctx, leg(), Worker("http://a"))[:4] == [

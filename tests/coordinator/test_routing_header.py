@@ -140,6 +140,22 @@ def test_a_leg_that_cannot_be_left_out_goes_where_it_is_named() -> None:
     assert worker is not None and worker.url == "http://127.0.0.1:8200"
 
 
+def test_a_role_with_many_legs_spreads_them_over_the_workers_that_are_named() -> None:
+    made, ctx = router(spread=True), named("10.0.0.1:1,10.0.0.2:1,10.0.0.3:1")
+    picked = [worker.url[-3] for _ in range(5) if (worker := made.pick(ctx)) is not None]
+    assert "".join(picked) == "12312"
+    first = made.pick(ctx)
+    assert first is not None
+    second = made.pick(ctx, [first])
+    assert second is not None and second is not first
+
+
+def test_a_worker_is_told_what_every_leg_carries() -> None:
+    key = (("Authorization", "Bearer k"),)
+    worker = router(headers=key).pick(named("10.0.0.1:1"))
+    assert worker is not None and worker.headers == key
+
+
 def test_a_worker_is_remembered_for_its_count_and_the_oldest_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("coordinator.routing.header._REMEMBERED", 2)
     made = router()

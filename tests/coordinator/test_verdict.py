@@ -146,6 +146,12 @@ def test_the_hint_at_the_flag_stands_only_where_the_flag_matters() -> None:
     assert "--enable-scale-out" not in refused(404, b"").message
 
 
+def test_a_key_of_ours_that_a_worker_does_not_know_is_not_the_client_s_mistake() -> None:
+    error = refusal(leg(), 401, {}, b'{"error":"Unauthorized"}', "pools.decode.api_key")
+    assert (type(error), error.status) == (LegFailed, 502)
+    assert error.message.endswith("pools.decode.api_key must be the key that it was started with")
+
+
 def test_a_412_that_nobody_asked_for_never_reaches_the_client() -> None:
     """Case L22: only our own probe may ask for it."""
     error = refused(412, b"")
