@@ -31,23 +31,28 @@ def legs(fleet: Any) -> list[Any]:
     return [leg for worker in fleet.workers for leg in worker.received if leg.header("x-request-id")]
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("where", ["at the top", "in vllm_xargs", "in both, as text"])
+PLACES: dict[str, dict[str, Any]] = {
+    "at the top": BOTH,
+    "in vllm_xargs": {"vllm_xargs": {**BOTH, "kept": 1}},
+    "in both, as text": {"kv_transfer_params": "192.0.2.1", "vllm_xargs": {"ec_transfer_params": "192.0.2.1"}},
+}
+
+
+@pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize("shape", ["openai", "text", "derender", "unwrapped", "alone"])
-@pytest.mark.parametrize("path", QUESTIONS)
-async def test_transfer_params_of_a_client_reach_no_worker(coordinator, fleet, path, shape, where, stream):
+async def test_transfer_params_of_a_client_reach_no_worker(coordinator, fleet, shape, where):
     """H20, J1: they name hosts to pull from, and half of them ends a decode worker (L12)."""
     at = await coordinator(fleet, shape)
-    own = {"at the top": BOTH, "in vllm_xargs": {"vllm_xargs": {**BOTH, "kept": 1}}}.get(where)
-    own = own or {"kv_transfer_params": "192.0.2.1", "vllm_xargs": {"ec_transfer_params": "192.0.2.1"}}
-    got = await at.post(path, {"model": "tiny", "stream": stream, **QUESTIONS[path], **own})
-    assert got.status == 200
-    assert legs(fleet)
+    for path, body in QUESTIONS.items():
+        for stream in (False, True):
+            got = await at.post(path, {"model": "tiny", "stream": stream, **body, **PLACES[where]})
+            assert (path, stream, got.status) == (path, stream, 200)
+            if where == "in vllm_xargs" and shape in ("openai", "alone"):
+                assert fleet.decode.received[-1].body["vllm_xargs"] == {"kept": 1}
+    assert len(legs(fleet)) >= 2 * len(QUESTIONS)
     for leg in legs(fleet):
         assert b"192.0.2.1" not in leg.raw
         assert b"canary" not in leg.raw
-    if where == "in vllm_xargs" and shape in ("openai", "alone"):
-        assert fleet.decode.received[-1].body["vllm_xargs"] == {"kept": 1}
 
 
 @pytest.mark.parametrize("stream", [False, True])

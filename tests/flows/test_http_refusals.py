@@ -103,19 +103,19 @@ async def test_the_limit_of_a_header_is_the_operators(coordinator, fleet):
         check_error(await wire.answer(), 431, "RequestHeaderFieldsTooLargeError")
 
 
-@pytest.mark.parametrize("method", ["GET", "HEAD", "OPTIONS", "PUT", "DELETE", "PATCH", "TRACE"])
 @pytest.mark.parametrize("path", [*PATHS, "/v1/messages", "/v1/messages/count_tokens"])
-async def test_another_method_than_post_is_a_405_that_names_post(coordinator, fleet, path, method):
+async def test_another_method_than_post_is_a_405_that_names_post(coordinator, fleet, path):
     """H25."""
     at = await coordinator(fleet)
-    async with connect(at.url) as wire:
-        await wire.send(head(path, method=method))
-        got = await wire.answer(bodiless=method == "HEAD")
-    assert (got.status, got.headers["Allow"]) == (405, "POST")
-    if method == "HEAD":
-        assert got.headers["X-Request-Id"]
-    else:
-        check_error(got, 405, "MethodNotAllowedError", f"{path} takes POST, not {method}")
+    for method in ("GET", "HEAD", "OPTIONS", "PUT", "DELETE", "PATCH", "TRACE"):
+        async with connect(at.url) as wire:
+            await wire.send(head(path, method=method))
+            got = await wire.answer(bodiless=method == "HEAD")
+        assert (got.status, got.headers["Allow"]) == (405, "POST")
+        if method == "HEAD":
+            assert got.headers["X-Request-Id"]
+        else:
+            check_error(got, 405, "MethodNotAllowedError", f"{path} takes POST, not {method}")
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/healthz", "/readyz", "/metrics"])
@@ -192,13 +192,13 @@ BAD_BODIES = {
 
 
 @pytest.mark.parametrize("path", [*PATHS, "/v1/messages/count_tokens"])
-@pytest.mark.parametrize("what", BAD_BODIES)
-async def test_a_body_that_is_no_json_object_is_a_400(coordinator, fleet, path, what):
+async def test_a_body_that_is_no_json_object_is_a_400(coordinator, fleet, path):
     """V27, V30."""
     at = await coordinator(fleet, "text")
-    got = await at.post(path, BAD_BODIES[what])
-    assert got.status == 400
-    assert got.error["type"] in ("BadRequestError", "invalid_request_error")
+    for what, raw in BAD_BODIES.items():
+        got = await at.post(path, raw)
+        assert (what, got.status) == (what, 400)
+        assert got.error["type"] in ("BadRequestError", "invalid_request_error")
     assert asked(fleet) == []
 
 
