@@ -10,6 +10,9 @@ One request, in the order in which the modules see it:
 [6] ``envelope``  the wire shapes (pure), used at [4] and [7]
 [7] ``respond``   the only writer to the client: picks the shape, and ``relay`` pumps it
 
+In front of it stand ``listener`` (who may hold a connection, and how long), ``keys`` (who may ask) and ``admission``
+(who may begin).
+
 ``config`` is one YAML file as pydantic models, ``registry`` turns its steps into objects, ``app`` wires it
 all, ``cli`` is the command line, and ``sim`` the simulated workers of ``demo`` and of the tests.
 """
