@@ -103,7 +103,9 @@ def _serve(args: argparse.Namespace) -> int:
     try:
         return run(serve(config))
     except OSError as error:  # the port is taken, or not ours to bind
-        print(f"{args.config}: server.listen_addr: {error.strerror or error}", file=sys.stderr)
+        told = error.strerror or str(error)
+        key = "metrics_port" if f", {config.server.metrics_port})" in told else "listen_addr"
+        print(f"{args.config}: server.{key}: {told}", file=sys.stderr)
         return FAILED
 
 

@@ -15,7 +15,7 @@ from coordinator.headers import leg_headers, leg_id, request_id, upstream_header
 from coordinator.pipeline import Pipeline
 from coordinator.step import Fetched, Reply
 from envelope.client_request import check
-from envelope.errors import NoWorker
+from envelope.errors import BadRequest, NoWorker
 from envelope.formats import PATHS, Format
 from envelope.generate import asked_mode
 from envelope.json_codec import dumps
@@ -162,6 +162,9 @@ async def explain(
         ApiError: the request would be refused.
     """
     named = {name.lower(): value for name, value in raw_headers}
+    for name in routing_headers:
+        if sum(sent.lower() == name for sent, _ in raw_headers) > 1:
+            raise BadRequest(f"the header {name} was sent more than once; send it once", param=name)
     client_id = request_id(named.get("x-request-id", "example"))
     clean = without_transfer_params(check(api, body))
     ctx = RequestContext(

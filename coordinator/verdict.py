@@ -51,10 +51,22 @@ def refusal(leg: Leg, status: int, headers: Mapping[str, str], raw: bytes, our_k
     return LegRejected(leg.step, status, error or _plain(leg, status), headers=retry)
 
 
+# The messages route names its errors and gives them no code.
+_ANTHROPIC_STATUS = {
+    "invalid_request_error": 400,
+    "authentication_error": 401,
+    "permission_error": 403,
+    "not_found_error": 404,
+    "request_too_large": 413,
+    "rate_limit_error": 429,
+    "overloaded_error": 503,
+}
+
+
 def event_error(leg: Leg, error: Any) -> LegError:
     """Return the error that a stream's first event stands for; ``error.code`` is the status it should have had."""
     obj = error if isinstance(error, dict) else {"message": str(error)}
-    code = obj.get("code")
+    code = obj.get("code") or _ANTHROPIC_STATUS.get(str(obj.get("type")))
     if isinstance(code, int) and 400 <= code < 500:
         return LegRejected(leg.step, code, obj)
     if code == 503:

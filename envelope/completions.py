@@ -31,7 +31,7 @@ def refuse(body: Json) -> None:
     ``suffix`` with a text prompt is the renderer's to judge: it knows whether the model fills in the middle.
 
     Raises:
-        BadRequest: echo, best_of above n, several prompts, or a suffix to a prompt of token ids.
+        BadRequest: echo, beam search, best_of above n, several prompts, or a suffix to a prompt of token ids.
     """
     prompt = body.get("prompt")
     parts = prompt if isinstance(prompt, list) else []
@@ -39,6 +39,8 @@ def refuse(body: Json) -> None:
         raise BadRequest(
             "echo is not supported: the prompt's text is not in the worker's answer", param="echo"
         )
+    if body.get("use_beam_search"):
+        raise BadRequest("use_beam_search is not supported: the tokens-in route samples", param="use_beam_search")
     if _number(body.get("best_of")) > _number(body.get("n")):
         raise BadRequest("best_of above n is not supported; ask for n and choose among them", param="best_of")
     if len(parts) > 1 and not isinstance(parts[0], int):
