@@ -239,17 +239,17 @@ class Front:
         )
 
     def _record(
-        self, api: Format, client_id: str, ctx: RequestContext | None, outcome: Outcome, seconds: float
+        self, route: str, client_id: str, ctx: RequestContext | None, outcome: Outcome, seconds: float
     ) -> None:
-        self._metrics.requests.labels(api, outcome.word).inc()
-        self._metrics.request_seconds.labels(api).observe(seconds)
-        fields = {"request_id": client_id, "route": str(api), "status": outcome.status, "outcome": outcome.word}
+        self._metrics.requests.labels(route, outcome.word).inc()
+        self._metrics.request_seconds.labels(route).observe(seconds)
+        fields = {"request_id": client_id, "route": str(route), "status": outcome.status, "outcome": outcome.word}
         if outcome.error:
             fields["error"] = outcome.error
         if ctx is not None:
             fields |= self._leg_fields(ctx)
         if outcome.result is not None:
-            fields |= self._answer_fields(api, outcome.result)
+            fields |= self._answer_fields(route, outcome.result)
         access.info("request", extra={"fields": {**fields, "seconds": round(seconds, 6)}})
 
     def _leg_fields(self, ctx: RequestContext) -> dict[str, object]:
@@ -258,16 +258,16 @@ class Front:
         legs = {leg.step: {"seconds": round(leg.seconds, 6), "outcome": leg.outcome} for leg in ctx.legs}
         return {"leg_id": ctx.leg_id, "stream": ctx.stream, "legs": legs}
 
-    def _answer_fields(self, api: Format, result: Result) -> dict[str, object]:
+    def _answer_fields(self, route: str, result: Result) -> dict[str, object]:
         fields: dict[str, object] = {}
         if result.ttft_s is not None:
-            self._metrics.ttft_seconds.labels(api).observe(result.ttft_s)
+            self._metrics.ttft_seconds.labels(route).observe(result.ttft_s)
             fields["ttft_seconds"] = round(result.ttft_s, 6)
         if result.usage is not None:
             usage = result.usage
             prompt = _count(usage, "prompt_tokens", "input_tokens")
             completion = _count(usage, "completion_tokens", "output_tokens")
-            self._metrics.usage(api, prompt, completion)
+            self._metrics.usage(route, prompt, completion)
             fields |= {"prompt_tokens": prompt, "completion_tokens": completion}
         return fields
 
@@ -286,7 +286,7 @@ class Front:
         return None
 
     async def _list_models(self, request: web.Request) -> web.StreamResponse:
-        return await self._question(request, None, self._questions.models)
+        return await self._question(request, "models", None, self._questions.models)
 
     async def _count_tokens(self, request: web.Request) -> web.StreamResponse:
         permit = self.admission.permit()
@@ -296,20 +296,28 @@ class Front:
             return await self._questions.count_tokens(headers, client_id, await self._intake.read_json(request))
 
         try:
-            return await self._question(request, Format.MESSAGES, count)
+            return await self._question(request, "count_tokens", Format.MESSAGES, count)
         finally:
             permit.release()
 
     async def _question(
-        self, request: web.Request, api: Format | None, ask: Callable[[Headers, str], Awaitable[bytes]]
+        self, request: web.Request, route: str, api: Format | None, ask: Callable[[Headers, str], Awaitable[bytes]]
     ) -> web.StreamResponse:
-        client_id = request_id(request.headers.get("X-Request-Id"))
+        begun, client_id = self._clock(), request_id(request.headers.get("X-Request-Id"))
+        outcome = Outcome(status=500)
         try:
             self._check_head(request)
             body = await ask(upstream_headers(header_pairs(request), self._drop), client_id)
+            outcome.status, outcome.word = 200, "ok"
+            return web.Response(body=body, content_type="application/json", headers={"X-Request-Id": client_id})
+        except asyncio.CancelledError:
+            outcome.fail(ClientGone("the client left"))
+            raise
         except ApiError as error:
+            outcome.fail(error)
             return await self._refuse(request, api, client_id, error)
-        return web.Response(body=body, content_type="application/json", headers={"X-Request-Id": client_id})
+        finally:
+            self._record(route, client_id, None, outcome, self._clock() - begun)
 
     async def _healthz(self, request: web.Request) -> web.StreamResponse:
         return web.Response(text="ok\n")

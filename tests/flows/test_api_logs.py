@@ -139,6 +139,27 @@ async def test_a_failure_is_one_line_that_says_whose_it_was(coordinator, fleet, 
         assert await at.count("coordinator_requests_total", route="chat", outcome=outcome) == count
 
 
+async def test_a_side_question_is_a_line_and_a_metric_too(coordinator, fleet, lines):
+    """I1: a failed one would be lost silently."""
+    at = await coordinator(fleet, "text")
+    asking = {"model": "tiny", "messages": [{"role": "user", "content": "x"}]}
+    await at.post("/v1/messages/count_tokens", asking, ("X-Request-Id", "ask-1"))
+    await at.post("/v1/messages/count_tokens", b"[]")
+    await at.get("/v1/models")
+    await fleet.decode.refuse_connections()
+    await at.get("/v1/models")
+    assert [(line["route"], line["status"], line["outcome"], line.get("error")) for line in lines.requests] == [
+        ("count_tokens", 200, "ok", None),
+        ("count_tokens", 400, "bad_request", "BadRequest"),
+        ("models", 200, "ok", None),
+        ("models", 503, "unavailable", "NoWorker"),
+    ]
+    assert set(lines.requests[0]) == ALWAYS
+    assert lines.requests[0]["request_id"] == "ask-1"
+    assert await at.count("coordinator_requests_total", route="models") == 2
+    assert await at.count("coordinator_requests_total", route="count_tokens", outcome="bad_request") == 1
+
+
 async def test_a_line_for_people_says_the_same(coordinator, fleet):
     handler = Lines(HumanFormatter())
     logger = logging.getLogger("coordinator.access")
