@@ -52,10 +52,11 @@ class Pipeline:
     async def _run_from(self, first: int, ctx: RequestContext) -> None:
         for step in self.steps[first:]:
             await self._run(step, ctx)
+            early = ctx.answer is not None and step is not self.steps[-1]  # a probe that hit: no prefill will be asked
+            if ctx.places is not None and (step.type == "prefill" or early):
+                ctx.places.free("prefill")  # decode takes far longer, and others can be computed meanwhile
             if ctx.answer is not None:
                 return
-            if step.type == "prefill" and ctx.places is not None:
-                ctx.places.free("prefill")  # decode takes far longer, and others can be computed meanwhile
         raise InternalError("the pipeline ended without an answer; its last step must be decode")
 
     async def _run(self, step: Step, ctx: RequestContext) -> None:

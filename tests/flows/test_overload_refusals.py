@@ -182,6 +182,21 @@ async def test_a_place_at_prefill_is_free_when_its_leg_is_over(coordinator, flee
             second.cut()
 
 
+async def test_a_place_at_prefill_is_free_when_decode_can_do_without_it(coordinator, fleet, ask, eventually):
+    """A probe that hits answers before prefill's turn has come."""
+    at = await coordinator(
+        fleet, steps={"conditional-decode": {}}, server={"queue_size": 0}, pools={"prefill": {"max_inflight": 1}}
+    )
+    fleet.decode.behave.itl_s = 0.02
+    async with at.open(CHAT, ask(stream=True, max_tokens=100)) as first:
+        await first.head()
+        async with at.open(CHAT, ask(stream=True, max_tokens=100)) as second:
+            await second.head()
+            assert (first.status, second.status) == (200, 200)
+            first.cut()
+            second.cut()
+
+
 async def test_no_worker_is_given_more_than_its_limit(coordinator, fleet_of, ask, eventually):
     """Round robin alone would not see that one of two workers is busy."""
     fleet = await fleet_of(decodes=2)
