@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from envelope.json_codec import Json
 
 _NO_LEG = {
-    Format.COMPLETIONS: "no leg: completions clients send text",
-    Format.GENERATE: "no leg: prefill encodes what clients have rendered themselves",
+    Format.COMPLETIONS: "completions clients send text",
+    Format.GENERATE: "prefill encodes what clients have rendered themselves",
 }
 
 

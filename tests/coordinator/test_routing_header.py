@@ -174,3 +174,11 @@ def test_nobody_can_be_asked_for_their_health_before_a_request_names_them() -> N
     made = router()
     made.pick(named("10.0.0.1:1"))
     assert made.known() == ()
+
+
+def test_many_legs_of_one_request_begin_with_the_next_worker_each() -> None:
+    made, ctx = router(spread=True), named("10.0.0.1:1,10.0.0.2:2,10.0.0.3:3")
+    first = [made.pick(ctx) for _ in range(4)]
+    assert [worker and worker.url for worker in first] == [f"http://10.0.0.{n}:{n}" for n in (1, 2, 3, 1)]
+    assert {worker and worker.url for worker in (made.pick(ctx, first[:2]) for _ in range(3))} == {"http://10.0.0.3:3"}
+    assert made.pick(ctx, first) is None
