@@ -58,7 +58,7 @@ _FIELDS = 4
 
 _TOO_LARGE = (
     b"HTTP/1.1 431 Request Header Fields Too Large\r\nContent-Type: application/json\r\nConnection: close\r\n"
-    b"Content-Length: %d\r\n\r\n"
+    b"X-Request-Id: %s\r\nContent-Length: %d\r\n\r\n"
 )
 
 
@@ -123,8 +123,9 @@ class _Handler(RequestHandler):
     def _refuse_head(self) -> None:
         """Answer a head that is too large as a whole, which aiohttp has no limit for, and hang up."""
         if self.transport is not None:
-            body = error_body(HeadersTooLarge(f"the head is larger than {self._max_head_bytes} bytes"), "")
-            self.transport.write(_TOO_LARGE % len(body) + body)
+            new_id = request_id(None)
+            body = error_body(HeadersTooLarge(f"the head is larger than {self._max_head_bytes} bytes"), new_id)
+            self.transport.write(_TOO_LARGE % (new_id.encode(), len(body)) + body)
         self.force_close()
 
     def _watch_writing(self) -> None:
@@ -175,6 +176,8 @@ def _malformed(exc: BaseException | None, message: str | None) -> ApiError:
     if isinstance(exc, ContentEncodingError):  # aiohttp's parser meets it before a route does
         return UnsupportedMedia("this Content-Encoding is not understood; send gzip, deflate, or none")
     reason = (message or "").partition("\n")[0].rstrip(": ")[:200]
+    if reason.startswith("Too many headers"):
+        return HeadersTooLarge("the request has more headers than are taken")
     return BadRequest(f"this is no valid HTTP/1.1 request: {reason or 'unreadable'}")
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from aiohttp import web
+from aiohttp.http import HttpVersion11
 
 from coordinator.context import RequestContext
 from coordinator.headers import leg_id, request_id, upstream_headers
@@ -346,7 +347,8 @@ _DRAINING = {"Retry-After": "1", "Connection": "close"}
 
 
 def _expects_100(request: web.Request) -> bool:
-    return request.headers.get("Expect", "").lower() == "100-continue"
+    # RFC 9110, section 10.1.1: HTTP/1.0 knows no interim answers, and a client of it would take one for the answer.
+    return request.version >= HttpVersion11 and request.headers.get("Expect", "").lower() == "100-continue"
 
 
 def _count(usage: dict[str, object], *names: str) -> int:

@@ -140,6 +140,14 @@ async def test_an_http_1_0_client_gets_whole_answers_and_errors_by_length(coordi
             assert await wire.is_closed()
 
 
+async def test_an_http_1_0_client_is_sent_no_100(coordinator, fleet):
+    """H01, H07: that version has no interim answers, so it would be taken for the answer."""
+    at = await coordinator(fleet)
+    async with connect(at.url) as wire:
+        await wire.send(post(CHAT, BODY, "Expect: 100-continue", version="1.0"))
+        assert (await wire.answer()).text == ANSWER
+
+
 async def test_an_http_1_0_client_that_keeps_its_connection_may_ask_again(coordinator, fleet):
     """H07."""
     at = await coordinator(fleet)
@@ -148,6 +156,19 @@ async def test_an_http_1_0_client_that_keeps_its_connection_may_ask_again(coordi
             await wire.send(post(CHAT, BODY, "Connection: keep-alive", version="1.0"))
             got = await wire.answer()
             assert (got.text, got.headers["Connection"]) == (ANSWER, "keep-alive")
+
+
+async def test_chunks_may_have_extensions_and_trailers_and_a_packed_body(coordinator, fleet):
+    """H04: neither is part of the body, and the next request on the connection is read after them."""
+    at = await coordinator(fleet)
+    packed = gzip.compress(BODY)
+    async with connect(at.url) as wire:
+        await wire.send(head(CHAT, JSON, "Transfer-Encoding: Chunked", "Trailer: X-Sum"))
+        await wire.send(b"%x;name=value\r\n%s\r\n0\r\nX-Sum: 1\r\n\r\n" % (len(BODY), BODY))
+        assert (await wire.answer()).text == ANSWER
+        await wire.send(head(CHAT, JSON, "Transfer-Encoding: chunked", "Content-Encoding: gzip"))
+        await wire.send(chunked(packed[:20], packed[20:]))
+        assert (await wire.answer()).text == ANSWER
 
 
 async def test_requests_on_one_connection_are_answered_in_their_order(coordinator, fleet):

@@ -56,6 +56,11 @@ UNREADABLE = {
     "a negative length": head(CHAT, JSON, "Content-Length: -5") + b"aaaaaa",
     "a length that is no number": head(CHAT, JSON, "Content-Length: 5x") + b"aaaaaa",
     "a chunk without a size": head(CHAT, JSON, "Transfer-Encoding: chunked") + b"zz\r\n{}\r\n0\r\n\r\n",
+    "a header that goes on in the next line": head("/healthz", "X: a\r\n b", method="GET"),
+    "lines that end at LF": b"GET /healthz HTTP/1.1\nHost: here\n\n",
+    "a blank before a colon": head(CHAT, JSON, "Content-Length: 2", "Transfer-Encoding : chunked") + b"{}",
+    "two hosts": head("/healthz", "Host: there", method="GET"),
+    "a method in small letters": head("/healthz", method="get"),
     "a transfer coding that is not chunked": head(CHAT, JSON, "Transfer-Encoding: gzip") + b"abc",
 }
 
@@ -93,6 +98,19 @@ async def test_a_header_above_the_limit_is_a_431_and_one_below_it_travels(coordi
             check_error(got, 431, "RequestHeaderFieldsTooLargeError", "server.max_header_size")
             assert b"kkk" not in got.raw
             assert b"ppp" not in got.raw
+
+
+@pytest.mark.parametrize(
+    "many", [[f"X-H{i}: v" for i in range(500)], [f"X-H{i}: " + "v" * 20_000 for i in range(20)]], ids=["many", "large"]
+)
+async def test_headers_that_are_too_much_together_are_a_431(coordinator, fleet, many):
+    """H13, H19."""
+    at = await coordinator(fleet)
+    async with connect(at.url) as wire:
+        await wire.send(post(CHAT, BODY, *many))
+        check_error(await wire.answer(), 431, "RequestHeaderFieldsTooLargeError")
+        assert await wire.is_closed()
+    assert asked(fleet) == []
 
 
 async def test_the_limit_of_a_header_is_the_operators(coordinator, fleet):
