@@ -12,7 +12,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 from pydantic_core import SchemaSerializer, core_schema
 
-from coordinator.config import Config, ConfigError, EcConnectorName, KvConnectorName
+from coordinator.config import Config, ConfigError, EcConnectorName, KvConnectorName, StepConfig
 from coordinator.problems import Path, nearest, sentences
 from coordinator.rules import RULES, Fault, Layout, Placed
 from coordinator.step import PipelineSettings
@@ -69,6 +69,7 @@ def build(config: Config, events: Events, clock: Callable[[], float] = time.mono
         kv=KV_CONNECTORS[config.pipeline.kv_connector],
         ec=EC_CONNECTORS[config.pipeline.ec_connector],
         use_openai_format=config.pipeline.use_openai_format,
+        tokens_in=any(_is_tokens_in(config, named) for named in config.pipeline.steps),
         on_missing_handover=config.pipeline.on_missing_handover,
         on_prefill_failure=config.pipeline.on_prefill_failure,
         on_encode_failure=config.pipeline.on_encode_failure,
@@ -106,6 +107,13 @@ def _place(config: Config, index: int, settings: PipelineSettings, faults: list[
         faults += wrong
         return Placed(index, named.type, kind.role)
     return Placed(index, named.type, kind.role, params, kind.make(params, settings))
+
+
+def _is_tokens_in(config: Config, named: StepConfig) -> bool:
+    if named.type not in ("encode", "prefill", "decode"):
+        return False
+    own = named.params.get("use_openai_format")
+    return not (config.pipeline.use_openai_format if own is None else own)
 
 
 def _unknown_step(name: str) -> str:

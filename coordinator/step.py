@@ -172,11 +172,16 @@ class Events(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PipelineSettings:
-    """What a step inherits from the ``pipeline`` section of the file."""
+    """What a step inherits from the ``pipeline`` section of the file.
+
+    Attributes:
+        tokens_in: some leg sends rendered prompts, so what render makes of media is sent to workers.
+    """
 
     kv: KvConnector
     ec: EcConnector
     use_openai_format: bool
+    tokens_in: bool
     on_missing_handover: str
     on_prefill_failure: str
     on_encode_failure: str

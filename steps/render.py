@@ -49,6 +49,7 @@ class Render:
 
     def __init__(self, params: Params, settings: PipelineSettings) -> None:
         self.params = params
+        self._settings = settings
         self._limits = LegLimits(request_s=params.timeout or None)
 
     def admit(self, ctx: RequestContext) -> None:
@@ -73,8 +74,10 @@ class Render:
         return PlanRow(api, self.type, self.role, api, path, notes)
 
     async def _ask(self, ctx: RequestContext, upstream: Upstream) -> Json:
-        # The answer's stream fields follow the client's, so the body goes as it is; media is always rendered whole.
+        # The answer's stream fields follow the client's, so the body goes as it is.
         body = {key: value for key, value in ctx.body.items() if key not in ("mm_payload", "return_mm_kwargs")}
+        if not self._settings.tokens_in and has_media(body):
+            body["mm_payload"] = "none"  # tensors are megabytes, and no leg would be sent them
         leg = Leg(self.type, self.role, RENDER_PATHS[ctx.api], body, self._limits)
         reply = await upstream.post_json(ctx, leg)
         return from_render(self._with_checked_media(ctx, self._one_prompt(reply.body)), ctx.api, ctx.body)

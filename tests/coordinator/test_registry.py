@@ -65,6 +65,20 @@ def test_a_step_is_registered_under_its_own_type(made) -> None:
     assert {name: kind.make.type for name, kind in STEP_TYPES.items()} == {name: name for name in STEP_TYPES}
 
 
+@pytest.mark.parametrize(
+    ("tokens_in", "steps", "pipeline"),
+    [
+        (False, (RENDER, "prefill", "decode"), {}),
+        (True, (RENDER, "prefill", "decode"), {"use_openai_format": False}),
+        (True, (RENDER, step("prefill", use_openai_format=False), "decode"), {}),
+        (True, (RENDER, step("encode", use_openai_format=False), "decode"), {}),
+        (False, (RENDER, step("decode", use_openai_format=True)), {"use_openai_format": False}),
+    ],
+)
+def test_render_is_told_whether_its_prompts_are_sent(made, tokens_in: bool, steps: Any, pipeline: Any) -> None:
+    assert made(*steps, **pipeline)[0]._settings.tokens_in is tokens_in
+
+
 def test_a_step_inherits_the_pipeline_s_settings_and_overrides_them(made) -> None:
     *_, prefill, decode = made(RENDER, step("prefill", use_openai_format=True), "decode", use_openai_format=False)
     assert prefill.plan(Format.CHAT).format is Format.CHAT

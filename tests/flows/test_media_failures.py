@@ -214,17 +214,21 @@ async def test_or_prefill_is_asked_once_more_with_the_tensors(
     assert await at.count("coordinator_encodings_missing_total", reason="not_fetched", policy="prefill_encodes") == 1
 
 
+def changed(features: dict[str, Any], change: Any) -> dict[str, Any]:
+    """Return features with each of their lists changed; without a tokens-in leg there are no payloads."""
+    return {name: change(row["image"]) for name, row in features.items() if row is not None}
+
+
 # What a renderer may say that does not fit the tokens or the request.
 LIES: dict[str, Any] = {
     "none": lambda features: None,
-    "one too few": lambda features: {name: {"image": row["image"][:-1]} for name, row in features.items()},
-    "one too many": lambda features: {
-        name: {"image": [*row["image"], row["image"][0]]} for name, row in features.items()},
+    "one too few": lambda features: changed(features, lambda row: {"image": row[:-1]}),
+    "one too many": lambda features: changed(features, lambda row: {"image": [*row, row[0]]}),
+    "other kinds": lambda features: changed(features, lambda row: {"video": row}),
     "behind the prompt": lambda features: {
         **features, "mm_placeholders": {"image": [{"offset": 10**6, "length": 3}] * 2}},
     "one place for all": lambda features: {
         **features, "mm_placeholders": {"image": [features["mm_placeholders"]["image"][0]] * 2}},
-    "other kinds": lambda features: {name: {"video": row["image"]} for name, row in features.items()},
     "an empty hash": lambda features: {**features, "mm_hashes": {"image": ["", "h"]}},
     "no tensors for one": lambda features: {**features, "kwargs_data": {"image": ["x"]}},
 }  # fmt: skip

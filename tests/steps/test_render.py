@@ -224,14 +224,19 @@ async def test_metadata_gets_the_modalities_that_vllm_leaves_out_of_it(
     assert ctx.rendered["features"]["mm_metadata"] == {"image": ["m"], "audio": [None]}
 
 
-@pytest.mark.parametrize("asked", [{"mm_payload": "none"}, {"return_mm_kwargs": False}])
-async def test_media_is_rendered_whole_whatever_the_client_asks(
-    render: Any, context: Any, upstream: Any, asked: dict[str, Any]
+@pytest.mark.parametrize("asked", [{}, {"mm_payload": "tensors"}, {"mm_payload": "none"}, {"return_mm_kwargs": False}])
+@pytest.mark.parametrize("tokens_in", [True, False])
+async def test_tensors_are_rendered_where_a_leg_is_sent_them_whatever_the_client_asks(
+    settings: Any, context: Any, upstream: Any, tokens_in: bool, asked: dict[str, Any]
 ) -> None:
     body, answer = of_media(("image", 3))
-    up = upstream(answer)
-    await render().run(context("chat", {**body, **asked, "mm_processor_kwargs": {"max_pixels": 10}}), up)
-    assert up.legs[0].body == {**body, "mm_processor_kwargs": {"max_pixels": 10}}
+    up = upstream(answer, ANSWER)
+    render = Render(Params.model_validate({"address": "http://r:8000"}), settings(tokens_in=tokens_in))
+    await render.run(context("chat", {**body, **asked, "mm_processor_kwargs": {"max_pixels": 10}}), up)
+    payload = {} if tokens_in else {"mm_payload": "none"}
+    assert up.legs[0].body == {**body, "mm_processor_kwargs": {"max_pixels": 10}, **payload}
+    await render.run(context("chat", {"messages": HI, **asked}), up)
+    assert up.legs[1].body == {"messages": HI}
 
 
 def test_documents_are_refused_before_anything_is_sent(render: Any, context: Any) -> None:
