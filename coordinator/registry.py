@@ -109,11 +109,17 @@ def _place(config: Config, index: int, settings: PipelineSettings, faults: list[
     return Placed(index, named.type, kind.role, params, kind.make(params, settings))
 
 
+_FLAG = TypeAdapter(bool)
+
+
 def _is_tokens_in(config: Config, named: StepConfig) -> bool:
     if named.type not in ("encode", "prefill", "decode"):
         return False
     own = named.params.get("use_openai_format")
-    return not (config.pipeline.use_openai_format if own is None else own)
+    try:
+        return not (config.pipeline.use_openai_format if own is None else _FLAG.validate_python(own))
+    except ValidationError:
+        return False  # told with the step's other faults
 
 
 def _unknown_step(name: str) -> str:

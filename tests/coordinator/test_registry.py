@@ -72,6 +72,7 @@ def test_a_step_is_registered_under_its_own_type(made) -> None:
         (True, (RENDER, "prefill", "decode"), {"use_openai_format": False}),
         (True, (RENDER, step("prefill", use_openai_format=False), "decode"), {}),
         (True, (RENDER, step("encode", use_openai_format=False), "decode"), {}),
+        (True, (RENDER, step("decode", use_openai_format="false")), {}),
         (False, (RENDER, step("decode", use_openai_format=True)), {"use_openai_format": False}),
     ],
 )
