@@ -23,6 +23,12 @@ if TYPE_CHECKING:
 _INT64 = 2**63
 _SALT_LENGTH = 128
 _SALT_REFUSED = "@/\\\0"
+# What is read when the answer is rebuilt, by when prefill and decode have worked for it.
+_TAKEN_APART: dict[Format, dict[str, type]] = {
+    Format.CHAT: {"stream_options": dict},
+    Format.COMPLETIONS: {"stream_options": dict},
+    Format.RESPONSES: {"include": list, "tools": list},
+}
 _MEDIA_PARTS = frozenset(
     (
         *("image_url", "input_audio", "audio_url", "video_url", "image", "audio", "video", "image_pil"),
@@ -47,6 +53,7 @@ def check(api: Format, body: Any) -> Json:
         raise BadRequest("the request body must be a JSON object")
     _check_flag(body, "stream")
     _check_salt(body)
+    _check_kinds(api, body)
     if api is Format.GENERATE:
         _check_generate(body)
         params = body["sampling_params"]
@@ -112,6 +119,13 @@ def _check_flag(body: Json, name: str) -> None:
         raise BadRequest(f"{name} must be true or false, not {_shown(body[name])}", param=name)
 
 
+def _check_kinds(api: Format, body: Json) -> None:
+    for name, kind in _TAKEN_APART.get(api, {}).items():
+        if body.get(name) is not None and not isinstance(body[name], kind):
+            wanted = "an object" if kind is dict else "a list"
+            raise BadRequest(f"{name} must be {wanted}, not {_shown(body[name])}", param=name)
+
+
 def _check_counts(source: Json, caps: tuple[str, ...], where: str = "", least: int = 1) -> None:
     for name in caps:
         _check_count(source, name, where, least=least)
@@ -154,11 +168,14 @@ def _check_chat(body: Json) -> None:
         raise BadRequest("stream_options needs stream: true; leave it out or ask for a stream", param="stream_options")
     if body.get("top_logprobs") and not body.get("logprobs"):  # 0 asks for none, and clients do send it
         raise BadRequest("top_logprobs needs logprobs: true", param="top_logprobs")
+    _check_count(body, "top_logprobs", "", least=-1)  # -1 is all of them
 
 
 def _check_completions(body: Json) -> None:
     if body.get("stream_options") and not body.get("stream"):
         raise BadRequest("stream_options needs stream: true; leave it out or ask for a stream", param="stream_options")
+    if not isinstance(body.get("logprobs"), bool):  # vLLM takes true for 1
+        _check_count(body, "logprobs", "", least=-1)
     prompt = body.get("prompt")
     if isinstance(prompt, list) and len(prompt) > 1 and isinstance(prompt[0], (str, list)):
         raise BadRequest(
@@ -176,6 +193,11 @@ def _check_generate(body: Json) -> None:
     _check_token_ids(body["token_ids"], "token_ids")
     if not isinstance(body.get("sampling_params"), dict):
         raise BadRequest("sampling_params must be an object; {} takes the defaults", param="sampling_params")
+    extra = body["sampling_params"].get("extra_args")
+    if extra is not None and not isinstance(extra, dict):
+        raise BadRequest(
+            f"sampling_params.extra_args must be an object, not {_shown(extra)}", param="sampling_params.extra_args"
+        )
     mode = body.get("output_mode")
     if mode not in (None, "tokens", "text", "derender"):
         raise BadRequest(f"output_mode must be tokens, text or derender, not {_shown(mode)}", param="output_mode")

@@ -18,7 +18,7 @@ def chat_limit(body: Json) -> int | None:
     Source: vLLM ``chat_top_logprobs_limit``.
     """
     k = body.get("top_logprobs")
-    return None if k == -1 or body.get("logprob_token_ids") else k or 0
+    return None if k == -1 or body.get("logprob_token_ids") else int(k or 0)  # 2.0 is 2
 
 
 def completion_limit(body: Json) -> int | None:
@@ -27,7 +27,7 @@ def completion_limit(body: Json) -> int | None:
     Source: vLLM ``completion_top_logprobs_limit``; one more than asked for, as OpenAI's API has it.
     """
     k = body.get("logprobs")
-    return None if k == -1 or body.get("logprob_token_ids") else (k or 0) + 1
+    return None if k == -1 or body.get("logprob_token_ids") else int(k or 0) + 1
 
 
 def cut(logprobs: Json | None, limit: int | None) -> Json | None:

@@ -70,7 +70,7 @@ def _mapped(holder: Any, key: str, where: str, visit: Visit) -> Any:
 def _response_item(where: str, item: Any, visit: Visit) -> Any:
     """Visit a message's content, and what a tool returned: a list of parts, or one screenshot."""
     item = _mapped(item, "content", f"{where}.", visit)
-    if not isinstance(item, dict) or item.get("type") not in _TOOL_OUTPUTS:
+    if not isinstance(item, dict) or str(item.get("type")) not in _TOOL_OUTPUTS:
         return item
     item = _mapped(item, "output", f"{where}.", visit)
     if not isinstance(output := item.get("output"), dict):

@@ -107,7 +107,7 @@ def custom_input(arguments: str) -> str:
 
 
 def _echoed(tool: Any, keys: dict[str, tuple[str, ...]]) -> Any:
-    if not isinstance(tool, dict) or tool.get("type") not in keys:
+    if not isinstance(tool, dict) or str(tool.get("type")) not in keys:
         return tool
     full = filled(tool, keys[tool["type"]])
     if isinstance(full.get("tools"), list):

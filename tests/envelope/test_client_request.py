@@ -213,6 +213,33 @@ def test_stream_options_without_a_stream_pass_where_vllm_ignores_them(api: Forma
     assert check(api, body_of(api, stream_options={"include_usage": True}))
 
 
+NO_OBJECT = "must be an object, not "
+NO_LIST = "must be a list, not "
+KINDS = [
+    (CHAT, {"stream": True, "stream_options": ["include_usage"]}, f'stream_options {NO_OBJECT}["include_usage"]'),
+    (COMPLETIONS, {"stream": True, "stream_options": "x"}, f'stream_options {NO_OBJECT}"x"'),
+    (RESPONSES, {"include": True}, f"include {NO_LIST}true"),
+    (RESPONSES, {"tools": {"type": "function"}}, f'tools {NO_LIST}{{"type":"function"}}'),
+    (COMPLETIONS, {"logprobs": {"a": 1}}, 'logprobs must be an integer of at least -1, not {"a":1}'),
+    (CHAT, {"logprobs": True, "top_logprobs": [2]}, "top_logprobs must be an integer of at least -1, not [2]"),
+    (GENERATE, {"sampling_params": {"extra_args": [1]}}, f"sampling_params.extra_args {NO_OBJECT}[1]"),
+]
+
+
+@pytest.mark.parametrize(("api", "fields", "sentence"), KINDS)
+def test_what_an_answer_is_rebuilt_by_has_its_kind(api: Format, fields: dict[str, Any], sentence: str) -> None:
+    """Its renderer would say so too, where there is one; when the answer is there it is too late to."""
+    with pytest.raises(BadRequest) as refused:
+        check(api, {**BODIES[api], **fields})
+    assert refused.value.message == sentence
+    assert refused.value.param == sentence.split(" ")[0]
+
+
+@pytest.mark.parametrize("value", [None, -1, 0, 5, 2.0, True])
+def test_logprobs_may_be_all_that_vllm_takes_for_a_count(value: Any) -> None:
+    assert check(COMPLETIONS, {**BODIES[COMPLETIONS], "logprobs": value})["logprobs"] is value
+
+
 def test_top_logprobs_need_logprobs() -> None:
     for logprobs in (None, False):
         assert refusal(CHAT, body_of(CHAT, top_logprobs=2, logprobs=logprobs)) == (

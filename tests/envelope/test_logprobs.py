@@ -24,6 +24,8 @@ TWO = {"content": [position("é", "é", "b", "c"), position("wx", "b")]}
         ({"top_logprobs": None, "logprobs": None}, 0, 1),
         ({"top_logprobs": 0, "logprobs": 0}, 0, 1),
         ({"top_logprobs": 3, "logprobs": 3}, 3, 4),
+        ({"top_logprobs": 2.0, "logprobs": 2.0}, 2, 3),
+        ({"logprobs": True}, 0, 2),
         ({"top_logprobs": -1, "logprobs": -1}, None, None),
         ({"top_logprobs": 1, "logprobs": 1, "logprob_token_ids": [5]}, None, None),
     ],
@@ -38,6 +40,7 @@ def test_cut_leaves_its_argument_alone() -> None:
     assert logprobs.cut(TWO, 0) == {"content": [position("é"), position("wx")]}
     assert logprobs.cut(TWO, None) is TWO
     assert logprobs.cut(None, 1) is None
+    assert logprobs.cut(TWO, logprobs.chat_limit({"top_logprobs": 1.0})) == logprobs.cut(TWO, 1)
     assert len(TWO["content"][0]["top_logprobs"]) == 3
 
 
