@@ -12,13 +12,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from envelope.kv_transfer import bad_finish
+
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
     from envelope.json_codec import Json
 
 _FIELD = "ec_transfer_params"
-_GOOD_FINISH = ("length", "stop")
 
 
 class EntryMissing(Exception):
@@ -69,8 +70,7 @@ def read_entries(connector: EcConnector, reply: Any, item: str | None, known: Co
     """
     if not isinstance(reply, dict):
         raise EntryMissing("not_an_object", "the answer is not a JSON object")
-    finish = _finish_reason(reply)
-    if finish is not None and finish not in _GOOD_FINISH:
+    if (finish := bad_finish(reply)) is not None:
         raise EntryMissing("bad_finish", f"the leg ended with finish_reason {finish!r}")
     given = reply.get(_FIELD)
     entries = {key: entry for key, entry in given.items() if entry} if isinstance(given, dict) else {}
@@ -120,10 +120,3 @@ def key_of(item: str, entries: Collection[str]) -> str | None:
 
 def _absent(entry: Any, name: str) -> bool:
     return not isinstance(entry, dict) or entry.get(name) in (None, "")
-
-
-def _finish_reason(reply: Json) -> Any:
-    choices = reply.get("choices")
-    if isinstance(choices, list) and choices and isinstance(choices[0], dict):
-        return choices[0].get("finish_reason")
-    return None

@@ -79,8 +79,7 @@ def read_handover(connector: KvConnector, reply: Any) -> Json | None:
         raise HandoverMissing("not_an_object", "the answer is not a JSON object")
     if reply.get("error"):
         raise HandoverMissing("error", "the answer tells of an error, although its status does not")
-    finish = _finish_reason(reply)
-    if finish is not None and finish not in _GOOD_FINISH:
+    if (finish := bad_finish(reply)) is not None:
         raise HandoverMissing("bad_finish", f"prefill ended with finish_reason {finish!r}")
     if not connector.needs_handover:
         return None
@@ -91,6 +90,15 @@ def read_handover(connector: KvConnector, reply: Any) -> Json | None:
     if missing:
         raise HandoverMissing("incomplete", f"kv_transfer_params lacks {', '.join(missing)}")
     return {**params, "do_remote_prefill": True, "do_remote_decode": False}
+
+
+def bad_finish(reply: Json) -> Any:
+    """Return how a leg of one token ended, where that is no good end; what it left is worth nothing then."""
+    choices = reply.get("choices")
+    if not (isinstance(choices, list) and choices and isinstance(choices[0], dict)):
+        return None
+    finish = choices[0].get("finish_reason")
+    return None if finish in _GOOD_FINISH else finish
 
 
 def put_in_generate(body: Json, params: Mapping[str, Any] | None) -> Json:
@@ -137,10 +145,3 @@ def _present(value: Any) -> bool:
     if isinstance(value, list):
         return bool(value) and all(item != [] for item in value)
     return value is not None and value != ""
-
-
-def _finish_reason(reply: Json) -> Any:
-    choices = reply.get("choices")
-    if isinstance(choices, list) and choices and isinstance(choices[0], dict):
-        return choices[0].get("finish_reason")
-    return None

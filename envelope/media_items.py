@@ -26,15 +26,16 @@ if TYPE_CHECKING:
 ENCODED = (Kind.IMAGE, Kind.AUDIO, Kind.VIDEO)
 
 # Tensors, and what a worker has in its cache by the client's own name, are media as well; neither holds a URL.
-_EMBEDS = {"image_embeds": Kind.IMAGE, "audio_embeds": Kind.AUDIO, "video_embeds": Kind.VIDEO}
+_EMBEDS = {f"{kind}_embeds": kind for kind in ENCODED}
+_URL_PARTS = {kind: f"{kind}_url" for kind in ENCODED}
 _BY_NAME = {
-    "image_url": Kind.IMAGE, "input_image": Kind.IMAGE, "audio_url": Kind.AUDIO, "input_audio": Kind.AUDIO,
-    "video_url": Kind.VIDEO,
-} | _EMBEDS  # fmt: skip
+    **{name: kind for kind, name in _URL_PARTS.items()},
+    "input_image": Kind.IMAGE,
+    "input_audio": Kind.AUDIO,
+    **_EMBEDS,
+}
 
 _IN_MESSAGE = re.compile(r"messages\[(\d+)\]\.content\[\d+\](\.)?")
-
-_URL_PARTS = {Kind.IMAGE: "image_url", Kind.AUDIO: "audio_url", Kind.VIDEO: "video_url"}
 
 
 class MediaItem(NamedTuple):
