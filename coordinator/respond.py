@@ -134,7 +134,8 @@ class Exchange:
 
         try:
             await pump(answer.source, shape, ClientSink(self._request, stream), first_content)
-            result.error = shape.error
+            if shape.error is not None:
+                result.error = "the worker failed in mid-stream"  # its own words may quote the prompt
             if result.error is None:
                 await self._end(stream)
             else:

@@ -47,7 +47,9 @@ def refusal(leg: Leg, status: int, headers: Mapping[str, str], raw: bytes, our_k
         return LegFailed(leg.step, f"the worker answered {status}")
     error = _error_object(raw, status)
     if hint := _our_fault(leg, status, error, our_key):
-        return LegFailed(leg.step, f"the worker answered {status} on {leg.path}; {hint}")
+        ours = LegFailed(leg.step, f"the worker answered {status} on {leg.path}; {hint}")
+        ours.reached = False  # refused at the door
+        return ours
     return LegRejected(leg.step, status, error or _plain(leg, status), headers=retry)
 
 

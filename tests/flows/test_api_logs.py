@@ -132,7 +132,7 @@ async def test_a_failure_is_one_line_that_says_whose_it_was(coordinator, fleet, 
         (404, "rejected", "LegRejected"),
         (502, "leg_failed", "LegFailed"),
         (200, "stream_broken", "decode"),
-        (200, "stream_broken", "Internal server error"),
+        (200, "stream_broken", "the worker failed in mid-stream"),
     ]
     assert lines.requests[1]["legs"] == {"prefill": {**lines.requests[1]["legs"]["prefill"], "outcome": "LegRejected"}}
     for outcome, count in {"bad_request": 1, "rejected": 1, "leg_failed": 1, "stream_broken": 2, "ok": 0}.items():
