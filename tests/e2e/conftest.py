@@ -88,7 +88,10 @@ def start_vllm(
         started.extend(servers)
         request.config.stash.setdefault(_PROCESSES, []).extend(servers)
         for server in servers:
-            server.wait_until_ready("/health", BOOT_S)
+            try:
+                server.wait_until_ready("/health", BOOT_S)
+            except RuntimeError as error:
+                pytest.exit(str(error), returncode=1)  # once, not as an error of each test
         return servers
 
     yield start

@@ -122,20 +122,18 @@ def _make(version: str, env: Path) -> None:
         _apply(patch, _site_packages(env))
     (env / MARKER).write_text(f"vLLM {version}\n")
     _say(f"made {env} in {time.monotonic() - began:.0f} s")
-    for other in sorted(env.parent.glob("vllm-*")):
+    for other in sorted(env.parent.glob(f"vllm-{version}-*")):
         if other.is_dir() and other != env:
-            _say(f"beside it: {other}, which another version or recipe made; remove it if nothing uses it")
+            _say(f"beside it: {other}, which another recipe made; remove it if nothing uses it")
 
 
 def _requirements(cpu_build: Path, python_files: Path) -> Iterator[str]:
     """Yield the requirement lines of the two wheels that hold for a CPU."""
-    newer = {_name(line): line for line in _required(python_files)}
-    for line in _required(cpu_build):
-        name = _name(line)
-        if name not in NOT_ON_CPU:
-            yield line if name in PINNED_BY_EXTENSIONS else newer.get(name, line)
-    if python_files != cpu_build:
-        yield from (newer[name] for name in sorted(NEW_ON_CPU))
+    cpu, newer = _required(cpu_build), _required(python_files)
+    for name in cpu.keys() - NOT_ON_CPU:
+        yield from cpu[name] if name in PINNED_BY_EXTENSIONS else newer.get(name, cpu[name])
+    for name in NEW_ON_CPU - cpu.keys():
+        yield from newer.get(name, ())
 
 
 def _overlay(cpu_build: Path, python_files: Path, requirements: list[str], site: Path) -> None:
@@ -186,8 +184,13 @@ def _metadata(wheel: Path) -> email.message.Message:
         return email.message_from_bytes(z.read(_member(z, "METADATA")))
 
 
-def _required(wheel: Path) -> list[str]:
-    return [line for line in _metadata(wheel).get_all("Requires-Dist", []) if "extra ==" not in line]
+def _required(wheel: Path) -> dict[str, list[str]]:
+    """Return the requirement lines by name: a name may have several, each for another kind of machine."""
+    required: dict[str, list[str]] = {}
+    for line in _metadata(wheel).get_all("Requires-Dist", []):
+        if "extra ==" not in line:
+            required.setdefault(_name(line), []).append(line)
+    return required
 
 
 def _member(wheel: zipfile.ZipFile, name: str) -> str:
