@@ -268,6 +268,7 @@ def _workers(
             asking = tasks.create_task(readiness.run())
             yield
             asking.cancel()
+        await upstream.settle()
         await releaser.close()
         await upstream.close()
 

@@ -35,6 +35,7 @@ class Call:
         self._pool = pool
         self.attempt = attempt
         self.connected = False  # a connection was had, so the worker may have got the request
+        self.lingering = False  # its client has left, and it is held open for a moment
         self.stale = False  # the connection had been kept, and was dead before any byte of the answer
         self.connection: Connection = None  # type: ignore[assignment]  # set by ``open``
         self.began = asyncio.get_running_loop().time()

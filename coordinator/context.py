@@ -1,25 +1,26 @@
 """What one request knows: its input, which nobody changes, then one typed slot per leg's result.
 
-==================  ======================  ==========================================
-slot                set by                  read by
-==================  ======================  ==========================================
-``body``            server; another in its  every step, respond
-                    place by
-                    replace-media-urls
-``rendered``        render                  conditional-decode, encode, prefill, decode
-``ec_params``       encode                  prefill, decode (where there was no prefill)
-``prefilled``       prefill                 decode
-``handover``        prefill                 decode, pipeline (to begin again), release
-``handover_at``     prefill                 decode
-``handover_fetched`` upstream               release
-``abandoned``       pipeline                release
-``carried``         upstream                upstream (headers of later legs)
-``failed``          upstream                upstream (workers to avoid when a leg is made again)
-``places``          server                  pipeline (gives prefill's back early)
-``answer``          conditional-decode,     pipeline, respond
-                    decode
-``legs``            pipeline, respond       the access log and the metrics
-==================  ======================  ==========================================
+====================  ======================  ==========================================
+slot                  set by                  read by
+====================  ======================  ==========================================
+``body``              server; another in its  every step, respond
+                      place by
+                      replace-media-urls
+``rendered``          render                  conditional-decode, encode, prefill, decode
+``ec_params``         encode                  prefill, decode (where there was no prefill)
+``prefilled``         prefill                 decode
+``handover``          prefill                 decode, pipeline (to begin again), release
+``handover_at``       prefill                 decode
+``handover_fetched``  upstream                release
+``abandoned``         pipeline                release
+``carried``           upstream                upstream (headers of later legs)
+``on_late_handover``  server                prefill, when its answer comes after the client has left
+``failed``            upstream                upstream (workers to avoid when a leg is made again)
+``places``            server                  pipeline (gives prefill's back early)
+``answer``            conditional-decode,     pipeline, respond
+                      decode
+``legs``              pipeline, respond       the access log and the metrics
+====================  ======================  ==========================================
 """
 
 from __future__ import annotations
@@ -104,6 +105,10 @@ class LegTime:
     outcome: str
 
 
+def _nobody_left() -> None:
+    """Stand for the server where there is none to release what comes late."""
+
+
 @dataclass(slots=True)
 class RequestContext:
     """One request. The first block is its input: nothing in it is ever changed.
@@ -136,6 +141,7 @@ class RequestContext:
     handover_at: float = 0.0
     handover_fetched: bool = False
     abandoned: list[Mapping[str, Any]] = field(default_factory=list)
+    on_late_handover: Callable[[], None] = _nobody_left
     failed: list[Any] = field(default_factory=list)
     places: Places | None = None
     carried: dict[str, str] = field(default_factory=dict)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from aiohttp import web
@@ -151,6 +152,7 @@ class Front:
             self._check_head(request)
             await permit.begin()
             ctx = await self._read(request, api, client_id)
+            ctx.on_late_handover = partial(self._releaser.release, ctx)
             return await self._run(request, ctx, permit, outcome)
         except asyncio.CancelledError:
             gone_as = ClientStalled if stalled(request) else ClientGone
@@ -264,8 +266,7 @@ class Front:
         if result.ttft_s is not None:
             self._metrics.ttft_seconds.labels(route).observe(result.ttft_s)
             fields["ttft_seconds"] = round(result.ttft_s, 6)
-        if result.usage is not None:
-            usage = result.usage
+        if isinstance(usage := result.usage, dict):
             prompt = _count(usage, "prompt_tokens", "input_tokens")
             completion = _count(usage, "completion_tokens", "output_tokens")
             self._metrics.usage(route, prompt, completion)
@@ -353,4 +354,4 @@ def _expects_100(request: web.Request) -> bool:
 
 def _count(usage: dict[str, object], *names: str) -> int:
     value = next((usage[name] for name in names if usage.get(name) is not None), 0)
-    return value if isinstance(value, int) else 0
+    return value if isinstance(value, int) and value > 0 else 0

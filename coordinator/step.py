@@ -48,6 +48,7 @@ class Leg:
         detached: nobody waits for its answer; over a kept connection that had died it is sent once more, as there is no
             client whose request could begin again.
         id_suffix: what tells this leg's id from those of others that the request makes at the same time.
+        late: given the answer when it comes a moment after the client has left, since it may name what a worker keeps.
         idempotent: it leaves nothing that a repetition could harm, so another worker is tried after any failure.
     """
 
@@ -61,6 +62,7 @@ class Leg:
     detached: bool = False
     id_suffix: str = ""
     idempotent: bool = False
+    late: Callable[[Reply], None] | None = None
     method: str = "POST"
 
 

@@ -14,7 +14,7 @@ from coordinator.routing.router import Worker
 from coordinator.step import Reply
 from coordinator.verdict import refusal
 from coordinator.wire import Broken, Pool, request_head
-from envelope.errors import LegError, LegFailed, LegRejected, LegTimeout, NoWorker
+from envelope.errors import ApiError, LegError, LegFailed, LegRejected, LegTimeout, NoWorker
 from envelope.formats import PATHS, Format
 from envelope.json_codec import JSONDecodeError, dumps, loads_lenient
 
@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+# How long a leg is held after its client has left: a decode, to be started; a prefill, to tell what it left.
 _LINGER_S = 0.1
+_LATE_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +75,13 @@ class HttpUpstream:
         self._lingering: set[asyncio.Task[Any]] = set()
         self._pools = {role: Pool(link.idle, link.idle_s, link.tls) for role, link in links.items()}
 
-    async def close(self) -> None:
+    async def settle(self) -> None:
+        """Wait for the legs that are held open for a moment after their request has ended."""
         if self._lingering:
-            await asyncio.wait(self._lingering, timeout=2 * _LINGER_S)
+            await asyncio.wait(self._lingering, timeout=2 * _LATE_S)
+
+    async def close(self) -> None:
+        await self.settle()
         for pool in self._pools.values():
             pool.close()
 
@@ -88,8 +94,12 @@ class HttpUpstream:
                 with mapped(leg, call):
                     await self._open(ctx, call)
                     return await self._whole(ctx, call, accept)
+            except asyncio.CancelledError:
+                self._linger(ctx, call)
+                raise
             finally:
-                await call.aclose()
+                if not call.lingering:
+                    await call.aclose()
 
         return await self._attempt(ctx, leg, once)
 
@@ -109,8 +119,11 @@ class HttpUpstream:
                         await call.read_first_event()
                 self._remember(ctx, call)
                 opened = True
+            except asyncio.CancelledError:
+                self._linger(ctx, call)
+                raise
             finally:
-                if not opened:
+                if not (opened or call.lingering):
                     await call.aclose()
             return call
 
@@ -126,7 +139,7 @@ class HttpUpstream:
             refused = False
             call = Call(leg, worker, self._pools[leg.role], len(tried), begun)
             try:
-                return await (self._linger(call, once(call)) if leg.single_use and not leg.detached else once(call))
+                return await once(call)
             except LegError as error:
                 refused = _refused_unread(leg, error)
                 tried.append(worker)
@@ -143,38 +156,32 @@ class HttpUpstream:
             await asyncio.sleep(wait_s(len(tried)))
         raise NoWorker(leg.step, f"there is no {leg.role} worker", headers={"Retry-After": "1"})
 
-    async def _linger(self, call: Call, leg: Coroutine[Any, Any, T]) -> T:
-        """Do a leg that takes a hand-over; when it is given up at once, hold its connection for a moment all the same.
+    def _linger(self, ctx: RequestContext, call: Call) -> None:
+        """Hold the connection of a leg for a moment after its client has left, where closing it at once leaks blocks.
 
-        vLLM never starts an unstreamed request whose connection closes right behind it, and the blocks that prefill
-        keeps for it then stay until their lease ends. Once started, it frees them when it is aborted.
+        A prefill may be over already, its answer on the wire; then nobody would know what it left. vLLM never starts
+        an unstreamed decode whose connection closes right behind its request, so that it never frees prefill's blocks.
         """
-        loop = asyncio.get_running_loop()
-        task = loop.create_task(leg)
-        self._own(task)
+        leg = call.leg
+        if not call.connected or leg.detached or not (leg.single_use or leg.late):
+            return
+        call.lingering = True
+        task = asyncio.get_running_loop().create_task(self._let_go(ctx, call))
+        self._lingering.add(task)  # owned: settle() awaits it
+        task.add_done_callback(self._lingering.discard)
+
+    async def _let_go(self, ctx: RequestContext, call: Call) -> None:
+        late, hold_s = call.leg.late, _LINGER_S if call.leg.late is None else _LATE_S
         try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            if not call.connected:
-                task.cancel()  # at once: its hand-over is delivered by a leg of its own, and may be read only once
-            self._own(loop.create_task(self._let_go(call, task)))
-            raise
-
-    async def _let_go(self, call: Call, leg: asyncio.Task[Any]) -> None:
-        """End a leg whose client has left, and close what it may have opened meanwhile."""
-        await asyncio.wait((leg,), timeout=call.began + _LINGER_S - asyncio.get_running_loop().time())
-        leg.cancel()
-        await asyncio.wait((leg,))
-        await call.aclose()
-
-    def _own(self, task: asyncio.Task[Any]) -> None:
-        self._lingering.add(task)  # close() awaits what is left of it
-        task.add_done_callback(self._forget)
-
-    def _forget(self, task: asyncio.Task[Any]) -> None:
-        self._lingering.discard(task)
-        if not task.cancelled():
-            task.exception()  # whoever waited has seen it; nobody else will
+            with mapped(call.leg, call):
+                async with asyncio.timeout(hold_s):
+                    await call.connection.head()
+                    if late is not None:
+                        late(await self._whole(ctx, call, ()))
+        except ApiError:
+            pass  # nobody is left to be told
+        finally:
+            await call.aclose()
 
     async def _open(self, ctx: RequestContext, call: Call) -> None:
         """Send the leg and read the head of its answer.

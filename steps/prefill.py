@@ -9,6 +9,8 @@ side named no prefill worker (sidecar mode), or the request needs what only the 
 
 from __future__ import annotations
 
+from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -112,7 +114,14 @@ class Prefill:
         else:
             token_ids = prompt_ids(ctx) if self.params.send_prompt_token_ids else None
             body = prefill_openai(fmt, ctx.body, self._kv.prefill, token_ids)
-        return Leg(self.type, self.role, PATHS[fmt], put(body, ctx.ec_params), self._limits)
+        late = partial(self._keep_late, ctx) if self._kv.needs_handover else None
+        return Leg(self.type, self.role, PATHS[fmt], put(body, ctx.ec_params), self._limits, late=late)
+
+    def _keep_late(self, ctx: RequestContext, reply: Reply) -> None:
+        """Take the hand-over of a prefill whose client has left, so that it can be released."""
+        with suppress(HandoverMissing):
+            ctx.handover = read_handover(self._kv, reply.body)
+            ctx.on_late_handover()
 
     def _without_encoded(self, generate: Json, ec_params: Mapping[str, Any] | None) -> Json:
         """Return a prompt without the tensors of what prefill can fetch; itself where all of them are needed."""

@@ -2,7 +2,7 @@
 
 import pytest
 
-from coordinator.sim import Settings
+from coordinator.sim import Fault, Settings
 from tests.flows.chaos import pause_before_decode
 
 CHAT = "/v1/chat/completions"
@@ -48,3 +48,19 @@ async def test_a_decode_that_refuses_on_an_openai_route_has_told_prefill_itself(
     got = await at.chat(logprobs=True, top_logprobs=5)
     assert got.status == 400
     assert (len(fleet.store.freed), len(legs(fleet.decode))) == (1, 1)
+
+
+@pytest.mark.parametrize("shape", ["openai", "derender"])
+async def test_a_client_that_leaves_just_before_prefill_is_over_leaves_nothing_on_it(
+    coordinator, fleet, legs, ask, eventually, shape
+):
+    """L02, L01: the answer was on its way when the connection would have been closed, so it is waited for a moment."""
+    at = await coordinator(fleet, shape)
+    fleet.prefill.behave.next(Fault(first_byte_s=0.1))
+    async with at.open(CHAT, ask(max_tokens=50)) as live:
+        await eventually(lambda: legs(fleet.prefill))
+        live.cut()
+    await eventually(lambda: fleet.store.read)
+    assert len(legs(fleet.decode)) == 1
+    assert await at.count("coordinator_requests_total", outcome="client_gone") == 1
+    await eventually(lambda: at.count("coordinator_handovers_released_total", outcome="delivered"))
