@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
 from envelope import chat, completions, errors, messages, responses
+from envelope.errors import LegFailed
 from envelope.formats import Format
 from envelope.generate import single_frame
 from envelope.json_codec import dumps
 from envelope.passthrough import PassThrough, without_transfer_params
+from envelope.rebuild import reading
 from envelope.shape import Asked
 
 if TYPE_CHECKING:
@@ -55,9 +58,10 @@ def whole_answer(ctx: RequestContext, answer: Answer, created: int) -> tuple[byt
     assert isinstance(answer.source, bytes)
     if answer.wrap:
         envelope, wanted = ENVELOPES[ctx.api], asked(ctx, created)
-        if ctx.stream:
-            return envelope.replay(answer.body, wanted), EVENT_STREAM
-        return dumps(envelope.whole(answer.body, wanted)), JSON
+        with reading("decode"):
+            if ctx.stream:
+                return envelope.replay(answer.body, wanted), EVENT_STREAM
+            return dumps(envelope.whole(answer.body, wanted)), JSON
     body = answer.source
     if not answer.expose_transfer_params and _tells_of_workers(answer.body):
         body = dumps(without_transfer_params(answer.body))
@@ -80,7 +84,8 @@ def error_body(api: Format | None, error: ApiError, request_id: str) -> bytes:
 def error_event(api: Format, shape: Shape | None, error: ApiError, request_id: str) -> bytes:
     """Return the event that tells of a failure in a stream that has begun."""
     if (fail := getattr(shape, "fail", None)) is not None:
-        return fail(error, request_id)  # type: ignore[no-any-return]  # it knows how far its events have come
+        with suppress(LegFailed), reading("decode"):  # it may stumble again over what it has just failed of
+            return fail(error, request_id)  # type: ignore[no-any-return]  # it knows how far its events have come
     module: Any = {Format.MESSAGES: messages, Format.RESPONSES: responses}.get(api, errors)
     return module.error_event(error, request_id)  # type: ignore[no-any-return]
 

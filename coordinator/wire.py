@@ -210,6 +210,7 @@ class Connection(asyncio.Protocol):
             elif self._complete:
                 self._wake()
         except Exception as error:
+            self._complete = False  # else ``push`` would take the end of the answer for the end of its reading
             self._fail(error)
 
     def _hold(self) -> None:

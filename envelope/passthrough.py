@@ -109,7 +109,8 @@ class PassThrough:
         return event
 
     def _note(self, body: Json, event: bytes) -> None:
-        kind = body.get("type") or event_name(event)
+        kind = body.get("type")
+        kind = kind if isinstance(kind, str) and kind else event_name(event)
         response = body.get("response")
         part = response if isinstance(response, dict) else body
         usage = _usage_of(part)

@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from envelope.errors import LegFailed
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from envelope.json_codec import Json
     from envelope.shape import Asked
 
+# What Python raises over a value that has another shape than it is read by.
+MISSHAPEN = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+
 _GENERATE_PREFIX = "generate-tokens-"
+
+
+@contextmanager
+def reading(leg: str) -> Iterator[None]:
+    """Take a worker's answer apart: where it has another shape than its route's, the worker is at fault.
+
+    Raises:
+        LegFailed
+    """
+    try:
+        yield
+    except MISSHAPEN as error:
+        raise LegFailed(leg, f"cannot read the worker's answer: {error!r}") from error
 
 
 def answer_id(request_id: Any, asked: Asked, prefix: str) -> str:

@@ -19,7 +19,7 @@ from envelope import usage
 from envelope.errors import LegFailed
 from envelope.json_codec import Json, JSONDecodeError, dumps, loads_lenient
 from envelope.passthrough import DONE, error_message
-from envelope.rebuild import answer_id, choice_count, model_name
+from envelope.rebuild import MISSHAPEN, answer_id, choice_count, model_name
 from envelope.sse import MAX_EVENT_BYTES, Events, EventTooLarge, data_of, frame, split
 
 if TYPE_CHECKING:
@@ -79,7 +79,8 @@ class TextStream(ABC):
     def _event(self, event: bytes) -> bytes:
         data = data_of(event)
         if data is None:
-            return event  # a comment: it keeps the client's connection alive too
+            # A comment keeps the client's connection alive too; half a line end, cut off by a read, is nothing.
+            return event if b":" in event else b""
         return self._data(event, data)
 
     def _data(self, event: bytes, data: bytes) -> bytes:
@@ -96,7 +97,7 @@ class TextStream(ABC):
             if len(choices) == 1:
                 return self._choice(chunk, choices[0])
             return b"".join([self._choice(chunk, choice) for choice in choices])
-        except (AttributeError, KeyError, TypeError) as error:
+        except MISSHAPEN as error:
             raise LegFailed("decode", f"cannot read a chunk of the worker's stream: {error!r}") from None
 
     def _choice(self, chunk: Json, choice: Json) -> bytes:
@@ -113,6 +114,8 @@ class TextStream(ABC):
         if index in self._finished:
             return out
         self.usage = chunk.get("usage") or self.usage
+        if not isinstance(text, str):
+            raise TypeError(f"the text is of type {type(text).__name__}")
         if text or choice.get("token_ids"):
             self._started.add(index)
         elif index not in self._started and not finished:

@@ -16,7 +16,7 @@ from envelope import usage
 from envelope.errors import LegFailed
 from envelope.json_codec import JSONDecodeError, loads_lenient
 from envelope.passthrough import DONE, error_message
-from envelope.rebuild import choices_of, content_of
+from envelope.rebuild import MISSHAPEN, choices_of, content_of
 from envelope.sse import MAX_EVENT_BYTES, Events, EventTooLarge, data_of, split
 
 if TYPE_CHECKING:
@@ -118,15 +118,13 @@ class TextChunks(ABC):
     def _event(self, event: bytes) -> bytes:
         data = data_of(event)
         if data is None:
-            return event  # a comment: it keeps the client's connection alive too
+            # A comment keeps the client's connection alive too; half a line end, cut off by a read, is nothing.
+            return event if b":" in event else b""
         if self._ended or not data:
             return b""
-        if data[:1] != b"{":
-            return self._mark(data)
-        chunk = _parsed(data)
         try:
-            return self._chunk(chunk)
-        except (AttributeError, KeyError, TypeError) as error:
+            return self._chunk(_parsed(data)) if data[:1] == b"{" else self._mark(data)
+        except MISSHAPEN as error:
             raise LegFailed("decode", f"cannot read a chunk of the worker's stream: {error!r}") from None
 
     def _chunk(self, chunk: Json) -> bytes:
@@ -145,6 +143,8 @@ class TextChunks(ABC):
         text = choice["text"]
         if not text:
             return begin
+        if not isinstance(text, str):
+            raise TypeError(f"the text is of type {type(text).__name__}")
         self.content_seen = True
         return begin + self._delta(text, choice)
 
@@ -157,8 +157,9 @@ class TextChunks(ABC):
             raise LegFailed("decode", "an event of the worker's stream is no JSON object")
         if self._finish is None:  # the end mark without a finish: close() calls it a cut
             return b""
+        end = self._end()
         self._ended = True
-        return self._end()
+        return end
 
     def _failed(self, error: Any) -> bytes:
         self._ended = True

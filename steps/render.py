@@ -88,6 +88,9 @@ class Render:
             answer = answer[0]
         if not isinstance(answer, dict) or not _are_token_ids(answer.get("token_ids")):
             raise LegFailed(self.type, "the render service's answer has no token_ids; is it a vLLM render route?")
+        for name in ("sampling_params", "reasoning_parser_kwargs", "parse_context"):
+            if not isinstance(answer.get(name) or {}, dict):
+                raise LegFailed(self.type, f"the render service's answer has {name} that are no object")
         return without_transfer_params(answer)
 
     def _with_checked_media(self, ctx: RequestContext, rendered: Json) -> Json:

@@ -11,7 +11,7 @@ from typing import Any
 import anthropic
 import httpx2
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from envelope import messages
@@ -141,6 +141,7 @@ def test_one_byte_at_a_time_gives_the_same_bytes(stream: bytes):
     cuts=st.lists(st.integers(0, 2000), max_size=8),
     line_end=st.sampled_from([b"\n", b"\r\n", b"\r"]),
 )
+@example(texts=["a"], cuts=[-2], line_end=b"\r\n")  # inside the last line end
 def test_any_text_cut_anywhere_arrives_whole(texts: list[str], cuts: list[int], line_end: bytes):
     stream = b"".join([*map(chunk, texts), chunk("", finish_reason="stop"), DONE]).replace(b"\n", line_end)
     shape = messages.Chunks(ASKED)
