@@ -9,13 +9,14 @@ BIN := $(VENV)/bin
 # A stamp per set of packages: newer than pyproject.toml means that the set is installed.
 DEMO := $(VENV)/.demo
 DEV := $(VENV)/.dev
+BENCH := $(VENV)/.bench
 
 .DEFAULT_GOAL := help
-.PHONY: help install fmt lint types test cov demo e2e check clean
+.PHONY: help install fmt lint types test cov demo e2e bench bench-peers check clean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z0-9]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 install: $(DEV)  ## .venv with everything that tests and tools need
 
@@ -31,6 +32,12 @@ cov: $(DEV)  ## the quick tests, with the lines and branches that they miss
 
 e2e: $(DEV)  ## the same cases on real vLLM CPU workers; the first run builds them: make e2e VLLM_VERSION=0.33
 	VLLM_VERSION=$(VLLM_VERSION) $(BIN)/python -m pytest -m e2e tests/e2e $(ARGS)
+
+bench: $(BENCH)  ## the coordinator beside its peers, 12 minutes: make bench ARGS='--rounds 1 --scenarios chunk'
+	$(BIN)/python -m bench.run $(ARGS)
+
+bench-peers: $(BENCH)  ## install what make bench compares with, into bench/.peers
+	$(BIN)/python -m bench.peers install $(ARGS)
 
 fmt: $(DEV)  ## mend what ruff can mend
 	$(BIN)/ruff check --fix .
@@ -62,3 +69,7 @@ $(DEMO): pyproject.toml | $(BIN)/python
 $(DEV): pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
 	@touch $(DEMO) $@
+
+$(BENCH): pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[bench]'
+	@touch $@
