@@ -8,6 +8,9 @@ Lists per modality (``image``, ``audio``, ``video``, ..) that run in parallel::
 ``kwargs_data`` is what an encoder needs; ``mm_metadata`` is what sizes and positions the placeholders, all that a
 worker needs which gets the encoder's output from elsewhere. Either may be null, as a whole or for one item.
 
+vLLM 0.33 loses here which tokens of a placeholder are the media's and which only frame it. Models that have such
+frames (Idefics3, PaliGemma) fail on its generate route, encode worker or not, and work on the OpenAI routes.
+
 Source: vLLM 0.33 ``token_in_token_out/protocol.py`` (MultiModalFeatures), ``mm_features.py``.
 """
 

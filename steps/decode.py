@@ -5,7 +5,7 @@ must echo it, and its answer is rebuilt into the client's envelope where the fil
 
 Media goes along whole, although a hand-over covers the prompt: in the client's format as its parts, never as token
 ids, and in generate format with its tensors. A worker that preempts the request or cannot load the blocks computes the
-prompt anew, and vLLM takes an item by its hash alone only where it has had the tensors before (else 503).
+prompt anew, and vLLM takes an item by its hash alone only where it has had the tensors before (else 500).
 """
 
 from __future__ import annotations

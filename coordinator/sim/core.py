@@ -117,16 +117,11 @@ class Core:
         """Return the prompt's media; what came by its hash alone is in the cache of what came before.
 
         Raises:
-            Refusal: it is not.
+            Refusal: 500, when it is not.
         """
         for item in job.media:
             if item.data is None and not item.sized and item.hash not in self.media_seen:
-                raise Refusal(
-                    f"Multimodal item {item.hash} is not in this server's cache; send it again.",
-                    type="ServiceUnavailableError",
-                    status=503,
-                    late=True,
-                )
+                raise failed()
         self.media_seen.update(item.hash for item in job.media if item.data is not None)
         return job.media
 

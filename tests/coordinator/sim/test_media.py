@@ -218,7 +218,7 @@ async def test_what_comes_by_its_hash_alone_must_have_been_here(fleet: SimFleet,
     answer = await rendered(fleet, client, image(CAT))
     by_hash = prefill(answer, None, kwargs_data=None, mm_metadata=None)
     got = await client.post(fleet.prefill, GENERATE, by_hash)
-    assert (got.status, got.body["error"]["type"]) == (503, "ServiceUnavailableError")
+    assert (got.status, got.body["error"]["type"]) == (500, "InternalServerError")
     await client.post(fleet.prefill, GENERATE, prefill(answer, None))
     params = await encoded(fleet, client, image(CAT))
     assert (await client.post(fleet.prefill, GENERATE, {**by_hash, "ec_transfer_params": params})).status == 200
