@@ -103,25 +103,29 @@ def test_a_generate_client_gets_the_answer_in_the_mode_it_asked_for(
 
 
 @pytest.mark.usefixtures("nothing_left")
-@pytest.mark.parametrize("where", ["top level", "vllm_xargs"])
 @pytest.mark.parametrize(
-    "params",
+    "extra",
     [
-        {"do_remote_prefill": True},
-        {"do_remote_prefill": True, "remote_host": "192.0.2.1", "remote_port": 9, "remote_block_ids": [[1]]},
-        {"do_remote_decode": True},
-        {"prompt_token_ids": [1, 2, 3]},
+        {"kv_transfer_params": {"do_remote_prefill": True}, "ec_transfer_params": {"x": {}}},
+        {
+            "kv_transfer_params": {
+                "do_remote_prefill": True,
+                "remote_host": "192.0.2.1",
+                "remote_port": 9,
+                "remote_block_ids": [[1]],
+            }
+        },
+        {"kv_transfer_params": {"do_remote_decode": True}},
+        {"kv_transfer_params": {"prompt_token_ids": [1, 2, 3]}},
+        {"vllm_xargs": {"kv_transfer_params": "x"}},
     ],
-    ids=["half a hand-over", "another host", "prefill's own", "another prompt"],
+    ids=["half a hand-over", "another host", "prefill's own", "another prompt", "in vllm_xargs"],
 )
 def test_transfer_params_of_a_client_reach_no_worker(
-    front: Coordinator, lineup: Lineup, workers: Workers, params: dict, where: str
+    front: Coordinator, lineup: Lineup, workers: Workers, extra: dict
 ) -> None:
     """The first of these ends the engine of a worker that gets it."""
     talk = CONVERSATIONS["plain"]
-    extra = {"kv_transfer_params": params, "ec_transfer_params": {"x": params}}
-    if where == "vllm_xargs":
-        extra = {"vllm_xargs": {"kv_transfer_params": "x"}}
     answer = front.sdk.chat.completions.create(**talk.ask(extra_body=extra))
     (choice,) = answer.choices
     assert said(choice.message, choice.finish_reason) == talk.answer(parsed=lineup.parsed)

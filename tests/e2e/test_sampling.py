@@ -24,7 +24,7 @@ RAW_PROMPT = "<|im_start|>user\nCount to twenty.<|im_end|>\n<|im_start|>assistan
 
 
 @pytest.mark.parametrize("cap", ["max_tokens", "max_completion_tokens"])
-@pytest.mark.parametrize("tokens", [1, 15, 16, 17])
+@pytest.mark.parametrize("tokens", [1, 16])
 def test_the_cap_is_kept_to_the_token(front: Coordinator, cap: str, tokens: int) -> None:
     """16 is the engine's default, which vLLM's render leaves out."""
     asked = NEVER.ask()
