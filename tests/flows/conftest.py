@@ -25,7 +25,7 @@ from coordinator.app import FRONT, READINESS, Runner, build
 from coordinator.config import Config
 from coordinator.sim import Received, SimFleet, SimWorker
 
-BOUND_S = 10.0
+BOUND_S = 30.0
 POLL_S = 0.005
 
 ORDER = ("replace-media-urls", "render", "conditional-decode", "encode", "prefill", "decode")
