@@ -12,7 +12,7 @@ DEV := $(VENV)/.dev
 BENCH := $(VENV)/.bench
 
 .DEFAULT_GOAL := help
-.PHONY: help install fmt lint types test cov demo e2e bench bench-peers check clean
+.PHONY: help install fmt lint types test cov chaos demo e2e bench bench-peers check clean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -29,6 +29,9 @@ test: $(DEV)  ## the quick tests: make test ARGS='-k sse'
 cov: $(DEV)  ## the quick tests, with the lines and branches that they miss
 	$(BIN)/python -m pytest -m "not e2e" --cov=coordinator --cov=steps --cov=envelope --cov-branch \
 	  --cov-report=term-missing:skip-covered $(ARGS)
+
+chaos: $(DEV)  ## all that can go wrong, at length: make chaos ARGS='-k matrix' CHAOS_SEED=1 CHAOS_CELLS=75000
+	CHAOS=full $(BIN)/python -m pytest tests/chaos $(ARGS)
 
 e2e: $(DEV)  ## the same cases on real vLLM CPU workers; the first run builds them: make e2e VLLM_VERSION=0.33
 	VLLM_VERSION=$(VLLM_VERSION) $(BIN)/python -m pytest -m e2e tests/e2e $(ARGS)
