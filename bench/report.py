@@ -280,10 +280,11 @@ def _ratio(values: Sequence[float]) -> str:
 def head(results: dict[str, Any]) -> list[str]:
     machine, versions = results["machine"], results["versions"]
     pinned = "the measured proxy has one core for itself" if results["pinned"] else "nothing is pinned to a core"
+    rounds = "1 round" if results["rounds"] == 1 else f"{results['rounds']} rounds"
     out = [
         "# Results",
         "",
-        f"`{results['command']}` on {results['date']}, {results['rounds']} rounds in {results['wall_s']:.0f} s.",
+        f"`{results['command']}` on {results['date']}, {rounds} in {results['wall_s']:.0f} s.",
         f"Machine: {machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB, Linux {machine['kernel']}, "
         f"Python {machine['python']}; {pinned}; load average before the run {machine['load_before']:.2f}.",
         f"Versions: {', '.join(f'{name} {value}' for name, value in versions.items())}.",

@@ -18,6 +18,7 @@ import json
 import os
 import platform
 import resource
+import shlex
 import signal
 import subprocess
 import sys
@@ -356,7 +357,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--proxies", nargs="+", choices=known, metavar="NAME", help="all that are installed by default")
     parser.add_argument("--smoke", action="store_true", help="tiny counts, the coordinator alone: does all of it work?")
     parser.add_argument("--no-pin", action="store_true", help="do not give the measured proxy a core of its own")
-    parser.add_argument("--budget-s", type=float, default=660.0, help="begin nothing new after this (default 660)")
+    parser.add_argument("--budget-s", type=float, default=630.0, help="begin nothing new after this (default 630)")
     parser.add_argument("--out", type=Path, default=HERE, help="folder for RESULTS.md and results/")
     return parser.parse_args()
 
@@ -407,8 +408,11 @@ def dumped(results: dict[str, Any]) -> str:
 
 
 def shown_command() -> str:
+    """Return how this run was started; where its results went is nobody's business."""
     words = sys.argv[1:]
-    return f"make bench ARGS='{' '.join(words)}'" if words else "make bench"
+    if "--out" in words:
+        del words[words.index("--out") : words.index("--out") + 2]
+    return f'make bench ARGS="{shlex.join(words)}"' if words else "make bench"
 
 
 def main() -> int:
@@ -419,7 +423,9 @@ def main() -> int:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "runs.json").write_text(dumped(results))
     print(report.write(results, options.out, plots=not options.smoke), file=sys.stderr)
-    return 1 if any(record.get("error") for record in results["records"]) else 0
+    # What a peer cannot do is a result.
+    ours = {DIRECT, *(proxy.name for proxy in peers.OURS)}
+    return int(any(record.get("error") and record["proxy"] in ours for record in results["records"]))
 
 
 if __name__ == "__main__":

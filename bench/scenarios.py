@@ -96,7 +96,7 @@ FULL = Plan(
         ),
         Scenario("burst", "burst", (DIRECT, *EVERYBODY), connections=64, requests=192, tokens=10, pace_us=10_000),
         Scenario("prompt-64k", "unary", EVERYBODY, connections=8, requests=160, tokens=50, prompt_bytes=65_536),
-        Scenario("prompt-1m", "unary", EVERYBODY, connections=2, requests=16, tokens=50, prompt_bytes=1_000_000),
+        Scenario("prompt-1m", "unary", EVERYBODY, connections=2, requests=32, tokens=50, prompt_bytes=1_000_000),
         Scenario(
             "long",
             "stream",
