@@ -80,11 +80,14 @@ class Bench:
             for name in turned(self.plan.proxies, number):
                 self.fresh(name, number)
         wanted = {name for scenario in self.plan.scenarios for name in scenario.proxies}
-        launched = {name: self.launch(name) for name in self.proxies if name in wanted}
-        for name, started in launched.items():
+        launched: list[Started] = []
+        for name in [name for name in self.proxies if name in wanted]:
             with self.noting("all", name, 0):
+                launched.append(self.launch(name))
+        for started in launched:  # together, as this is not what is measured
+            with self.noting("all", started.proxy.name, 0):
                 self.until_ready(started)
-                self.started[name] = started
+                self.started[started.proxy.name] = started
         for number in range(self.plan.rounds):
             for scenario in self.plan.scenarios:
                 if scenario.name.startswith("prompt"):
