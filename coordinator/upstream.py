@@ -196,7 +196,8 @@ class HttpUpstream:
         head = request_head(leg.method, call.worker.url, leg.path, headers, length)
         async with asyncio.timeout_at(self._first_byte_at(call)):
             try:
-                await call.open(head, body)
+                # What begins again because one kept connection had died is not entrusted to the next.
+                await call.open(head, body, fresh=leg.single_use and call.worker in ctx.failed)
             except Broken:
                 if not call.stale:
                     raise

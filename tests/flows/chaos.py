@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from coordinator.sim import probes
+
 if TYPE_CHECKING:
     from coordinator.context import RequestContext
     from coordinator.sim import SimWorker
@@ -77,6 +79,26 @@ class Cancelling:
             return await self._answer(*args)
         finally:
             answered = True
+
+
+def answer_once_per_connection(*workers: SimWorker) -> None:
+    """Let workers reset a connection on its second request, as after an idle time that is over unbeknown to us."""
+    for worker in workers:
+        _reset_the_second(worker, set())
+
+
+def _reset_the_second(worker: SimWorker, served: set[Any]) -> None:
+    respond = worker._respond
+
+    async def once(request: Any, received: Any) -> Any:
+        if received.path not in probes.PATHS and received.body != {}:
+            if request.protocol in served:
+                request.transport.abort()
+                raise ConnectionResetError
+            served.add(request.protocol)
+        return await respond(request, received)
+
+    worker._respond = once  # type: ignore[method-assign]
 
 
 async def hang_up(*workers: SimWorker) -> None:
