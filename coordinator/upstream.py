@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from coordinator.call import Call, earliest, mapped
 from coordinator.headers import leg_headers
-from coordinator.retry import RetryBudget, may_repeat, wait_s
+from coordinator.retry import RetryBudget, may_go_on, spent, wait_s
 from coordinator.routing.router import Worker
 from coordinator.step import Reply
 from coordinator.verdict import refusal
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 # How long a leg is held after its client has left: a decode, to be started; a prefill, to tell what it left.
-_LINGER_S = 0.1
+_LINGER_S = 0.5
 _LATE_S = 0.5
 
 
@@ -147,8 +147,11 @@ class HttpUpstream:
                 if error.retryable:
                     ctx.failed.append(worker)
                 worker = router.pick(ctx, [*tried, *ctx.failed])
-                error.elsewhere = worker is not None or call.stale
-                if worker is None or not may_repeat(leg, error, len(tried)) or not self._budget.withdraw():
+                if call.stale:  # the worker is well: the request begins again, over a new connection
+                    error.elsewhere = True
+                    raise
+                error.elsewhere = worker is not None and may_go_on(leg, error, len(tried)) and self._budget.withdraw()
+                if not error.elsewhere or spent(leg, error):
                     raise
             finally:
                 ctx.handover_fetched |= leg.single_use and call.connected and not refused
