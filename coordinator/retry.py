@@ -44,16 +44,21 @@ class RetryBudget:
         return True
 
 
-def may_repeat(leg: Leg, error: LegError, attempts: int) -> bool:
-    """Say whether this very leg may be sent to another worker.
+def may_go_on(leg: Leg, error: LegError, attempts: int) -> bool:
+    """Say whether another worker may be asked: by this leg again, or, where it is ``spent``, from prefill on.
 
     Args:
-        attempts: how often it has been sent.
+        attempts: how often the leg has been sent.
     """
-    if not error.retryable or attempts >= leg.limits.attempts:
-        return False
-    # Blocks that a first reader may have fetched are no longer its prompt's: a second would get wrong text.
-    return not (leg.single_use and error.reached)
+    return error.retryable and attempts < leg.limits.attempts
+
+
+def spent(leg: Leg, error: LegError) -> bool:
+    """Say whether a leg may not be sent again as it is.
+
+    Blocks that a first reader may have fetched are no longer its prompt's: a second would get wrong text.
+    """
+    return leg.single_use and error.reached
 
 
 def wait_s(attempts: int) -> float:

@@ -111,7 +111,7 @@ class LegError(ApiError):
     Attributes:
         retryable: another worker may do better: the connection or the worker failed, not the request.
         reached: the worker may have begun to work on the request.
-        elsewhere: there is a worker that has not been tried.
+        elsewhere: another worker may be tried: there is one, and a retry to spare.
     """
 
     retryable = False
