@@ -52,7 +52,7 @@ def counted(full: bool, short: int, long: int) -> int:
 @pytest.mark.parametrize("shape", SHAPES)
 async def test_a_body_that_is_almost_right_is_no_fault_of_ours(rng: random.Random, full: bool, shape: str) -> None:
     """Every value of a request may be anything: it is a 4xx, or the workers' business."""
-    count, lines = counted(full, 240, 20_000), Lines()
+    count, lines = counted(full, 240, 12_000), Lines()
 
     def make() -> bytes:
         path, body = rng.choice(BODIES)
@@ -67,7 +67,7 @@ async def test_a_body_that_is_almost_right_is_no_fault_of_ours(rng: random.Rando
 
 async def test_bytes_that_are_almost_a_request_are_no_fault_of_ours(rng: random.Random, full: bool) -> None:
     """Request line, headers, framing, body: whatever is cut, doubled, or put in between."""
-    count, lines = counted(full, 480, 30_000), Lines()
+    count, lines = counted(full, 480, 20_000), Lines()
     heads = ("Accept: */*", "Connection: keep-alive", "Authorization: Bearer k", "Expect: 100-continue",
              "X-Request-Id: a", "Connection: X-Hop, close", "X-Hop: 1", "traceparent: 00-1-2-01")  # fmt: skip
 

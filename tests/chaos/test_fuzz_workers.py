@@ -57,7 +57,7 @@ async def test_an_answer_that_is_almost_right_is_told_for_what_it_is(
     rng: random.Random, full: bool, shape: str, how: str
 ) -> None:
     """Each value of an answer, and each byte of its head, its framing and its events, may be anything."""
-    count, lines, faults = counted(full, 100, 10_000), Lines(), list[str]()
+    count, lines, faults = counted(full, 100, 6_000), Lines(), list[str]()
     said: list[bytes] = []
 
     def twist_body(leg: str, body: Any) -> Any:

@@ -1,0 +1,43 @@
+"""Answers that take long, on a clock that runs a thousand times faster: nothing has a limit that nobody has set."""
+
+import asyncio
+from contextlib import contextmanager
+
+import pytest
+
+from tests.flows import conftest
+
+FASTER = 1000
+COUNTED = ", ".join(map(str, range(1, 21))) + "."
+
+
+@contextmanager
+def fast_clock(monkeypatch):
+    """Let a second of the event loop be a millisecond of ours; gives a function that tells how many have passed."""
+    loop = asyncio.get_running_loop()
+    real, begun, select = loop.time, loop.time(), loop._selector.select
+    with monkeypatch.context() as patch:
+        patch.setattr(conftest, "BOUND_S", conftest.BOUND_S * FASTER)
+        patch.setattr(loop, "time", lambda: begun + (real() - begun) * FASTER)
+        patch.setattr(loop._selector, "select", lambda s=None: select(s / FASTER if s else s))
+        yield lambda: loop.time() - begun
+
+
+# What ends before decode begins may well take a few of our milliseconds.
+PATIENT = {"prefill": {"connect_timeout": "1h"}, "decode": {"connect_timeout": "1h"}}
+
+
+@pytest.mark.parametrize(
+    ("shape", "stream"), [("openai", True), ("openai", False), ("text", True), ("derender", False)]
+)
+async def test_an_answer_that_takes_many_minutes_is_not_cut(coordinator, fleet, ask, monkeypatch, shape, stream):
+    """S26: tokens 10 s apart, or one answer after 600 s, with the defaults of every limit on answers."""
+    steps = PATIENT | ({} if shape == "openai" else {"render": {"timeout": "1h"}})
+    at = await coordinator(fleet, shape, steps=steps, server={"heartbeat_after": None, "read_timeout": "1h"})
+    fleet.decode.behave.itl_s = 10.0
+    with fast_clock(monkeypatch) as elapsed:
+        async with at.open("/v1/chat/completions", ask("Count to 20.", stream=stream)) as live:
+            await live.head()
+            got = await live.rest()
+        assert (got.status, got.whole, got.text) == (200, True, COUNTED)
+        assert elapsed() > 400
