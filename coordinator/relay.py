@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+from envelope.errors import LegError
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -89,7 +91,20 @@ async def pump(source: LiveStream, shape: Shape, sink: Sink, on_content: Callabl
             on_content()
         return room
 
-    while not await source.push(take):
-        await sink.drain()
+    try:
+        while not await source.push(take):
+            await sink.drain()
+    except LegError:
+        if not _told_its_end(shape):
+            raise
     if rest := shape.close():
         sink.put(rest)
+
+
+def _told_its_end(shape: Shape) -> bool:
+    """Say whether the end mark, or the worker's own error, has come: how its connection ends is no matter then."""
+    try:
+        shape.close()
+    except LegError:
+        return False
+    return True

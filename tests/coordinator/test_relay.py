@@ -104,12 +104,19 @@ async def test_a_client_that_is_behind_stops_the_reading_until_it_has_caught_up(
     assert log == ["read", b"A", "content", "drained", "read", b"B", "drained", "read", b"C"]
 
 
-@pytest.mark.parametrize("ends", [{"source": LegFailed("decode", "x")}, {"shape": Upper(LegFailed("decode", "x"))}])
+CUT = {"shape": Upper(LegFailed("decode", "x"))}
+
+
+@pytest.mark.parametrize("ends", [CUT, {**CUT, "source": LegFailed("decode", "y")}])
 async def test_when_it_breaks_off_everything_before_that_has_been_written(ends: dict[str, Any]) -> None:
     log: list[Any] = []
     with pytest.raises(LegFailed):
         await pumped(b"a", b"b", log=log, **ends)
     assert [item for item in log if isinstance(item, bytes)] == [b"A", b"B"]
+
+
+async def test_a_source_that_breaks_behind_the_end_of_its_answer_breaks_nothing() -> None:
+    assert await pumped(b"a", b".", source=LegFailed("decode", "x")) == ["read", b"A", "content", "read", b"."]
 
 
 async def test_a_client_who_is_gone_stops_the_reading() -> None:
