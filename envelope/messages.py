@@ -1,7 +1,8 @@
 """Anthropic's ``/v1/messages``, rebuilt from generate's answers: whole, streamed, counted, and failed.
 
 Three things cannot be equalled: ``signature`` is made of the leg's id (vLLM's is random; neither signs
-anything), blocks that the worker added to its prefix cache are counted as input tokens like the rest, and a stream that is rebuilt from text has no thinking or tool blocks, because text is not parsed.
+anything), blocks that the worker added to its prefix cache are counted as input tokens like the rest, and a stream that
+is rebuilt from text has no thinking or tool blocks, because text is not parsed.
 
 Source: vLLM 0.33 ``entrypoints/anthropic``; recorded in ``messages/`` of the 0.33 recordings.
 """
