@@ -1,8 +1,8 @@
 """Real servers for the tests: each in a process group of its own, on 127.0.0.1, with its log in a file.
 
 ``Process`` starts, awaits and ends one; ``vllm`` is the command line and environment of one vLLM server. Its
-roles are ``render`` (no engine), ``prefill`` and ``decode``, which hand KV blocks over by NIXL on loopback or
-by files in a shared folder.
+roles are ``render`` (no engine), ``encode``, and ``prefill`` and ``decode``, which hand KV blocks over by NIXL on
+loopback or by files in a shared folder.
 """
 
 from __future__ import annotations
@@ -91,20 +91,23 @@ class Process:
         return "\n".join(text.splitlines()[-lines:])
 
 
-def vllm(role: str, python: Path, logs: Path, kv_folder: Path | None = None, **flags: str) -> Process:
+def vllm(
+    role: str, python: Path, logs: Path, kv_folder: Path | None = None, model: Path = MODEL, **flags: str
+) -> Process:
     """Start one vLLM server.
 
     Args:
-        role: "render", "prefill" or "decode".
+        role: "render", "encode", "prefill" or "decode".
         python: that of the environment of vllm_env.py.
         logs: the folder for the log.
         kv_folder: hand KV blocks over in this folder, not by NIXL.
+        model: the model's folder.
         flags: more of vLLM's, as kv_cache_memory_bytes="1000000".
     """
     port, side_port = free_ports(2)
     env = _QUIET | _CORES | {"VLLM_HOST_IP": "127.0.0.1"}
     command = ["launch", "render"] if role == "render" else ["serve"]
-    command += [str(MODEL), "--host", "127.0.0.1", "--port", str(port), "--served-model-name", MODEL_NAME]
+    command += [str(model), "--host", "127.0.0.1", "--port", str(port), "--served-model-name", MODEL_NAME]
     command += ["--max-model-len", str(MAX_MODEL_LEN), "--reasoning-parser", "qwen3"]
     command += ["--tool-call-parser", "hermes", "--enable-auto-tool-choice"]
     if role != "render":
@@ -112,6 +115,7 @@ def vllm(role: str, python: Path, logs: Path, kv_folder: Path | None = None, **f
         command += ["--dtype", "float32", "--enforce-eager", "--max-num-seqs", "32"]
         command += ["--block-size", str(BLOCK_TOKENS)]
         flags.setdefault("kv_cache_memory_bytes", str(128 << 20))  # 1024 blocks
+    if role in ("prefill", "decode"):
         command += ["--kv-transfer-config", json.dumps(_connector(role, kv_folder))]
         env |= _NIXL | {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_port)}
     for flag, value in flags.items():
