@@ -164,6 +164,12 @@ class _Handler(RequestHandler):
         return response
 
 
+    def log_exception(self, *args: Any, **kwargs: Any) -> None:
+        """Tell of faults, but not of a body that cannot be read: its client has been told, and may send more of them."""
+        if not isinstance(kwargs.get("exc_info"), web.RequestPayloadError):
+            super().log_exception(*args, **kwargs)
+
+
 def stalled(request: web.Request) -> bool:
     """Say whether the client was hung up because it took nothing."""
     return bool(getattr(request.protocol, "stalled", False))
