@@ -165,7 +165,7 @@ class _Handler(RequestHandler):
 
 
     def log_exception(self, *args: Any, **kwargs: Any) -> None:
-        """Tell of faults, but not of a body that cannot be read: its client has been told, and may send more of them."""
+        """Tell of faults, and not of bodies that cannot be read: their client has been told, and may send many."""
         if not isinstance(kwargs.get("exc_info"), web.RequestPayloadError):
             super().log_exception(*args, **kwargs)
 
