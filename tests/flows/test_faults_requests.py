@@ -22,6 +22,5 @@ async def test_a_body_that_cannot_be_read_leaves_no_traceback(coordinator, fleet
         await wire.send(BROKEN[what])
         got = await wire.answer()
         assert (got.status // 100, got.headers["Content-Type"]) == (4, "application/json")
-        assert await wire.is_closed()
     await eventually(lambda: not at.front.in_flight)
     assert [record.message for record in caplog.records if record.exc_info] == []
