@@ -99,6 +99,8 @@ class ConditionalDecode:
             return "miss"
         if mode is not None:
             check_echo(self.type, mode, reply.body)
+        elif not isinstance(reply.body, dict):
+            raise LegFailed(self.type, "the worker's answer is not a JSON object")
         ctx.answer = self._answer(ctx, reply.raw, reply.headers)
         ctx.answer.body = reply.body
         return "hit"

@@ -165,6 +165,8 @@ class Decode:
         reply = await upstream.post_json(ctx, leg)
         if mode is not None:
             check_echo(self.type, mode, reply.body)
+        elif not isinstance(reply.body, dict):
+            raise LegFailed(self.type, "the worker's answer is not a JSON object")
         ctx.answer = self._answer(ctx, fmt, reply.raw, reply.headers)
         ctx.answer.body = reply.body
 

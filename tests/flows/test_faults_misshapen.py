@@ -100,3 +100,23 @@ async def test_an_event_whose_type_is_no_text_is_relayed_as_it_is(says, scripted
     at, _ = await says(scripted.sse(event + b"\n\n", DONE))
     got = await at.chat(stream=True)
     assert (got.status, got.whole, got.raw) == (200, True, event + b"\n\n" + DONE)
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_list_is_no_answer_of_any_route(says, scripted, path):
+    """An answer in the client's own format passes as it is, as long as it is an object."""
+    at, _ = await says(scripted.json([{"choices": []}]))
+    got = await at.post(path, {"model": "tiny", **PATHS[path]})
+    assert (got.status, b"decode: the worker's answer is not a JSON object" in got.raw) == (502, True)
+
+
+@pytest.mark.parametrize(("stream", "body"), [(True, {"choices": []}), (False, [{"choices": []}])])
+async def test_a_probe_that_is_answered_with_the_wrong_thing_is_no_hit(coordinator, fleet, scripted, stream, body):
+    """A client that asked for a stream would get a whole answer as its one event."""
+    text = b'data: {"choices":[{"index":0,"delta":{"content":"a"},"finish_reason":"stop"}]}\n\n' + DONE
+    message = {"choices": [{"index": 0, "message": {"content": "a"}, "finish_reason": "stop"}]}
+    decode = await scripted(scripted.json(body), scripted.sse(text) if stream else scripted.json(message))
+    steps = {"conditional-decode": {}, "prefill": None}
+    at = await coordinator(fleet, "alone", steps=steps, pools={"decode": {"endpoints": [decode.url]}})
+    got = await at.chat(stream=stream)
+    assert (got.status, got.whole, got.text, len(decode.received)) == (200, True, "a", 2)
