@@ -67,7 +67,8 @@ def ready(url: str) -> bool:
     try:
         with urllib.request.urlopen(f"{url}/readyz", timeout=5):
             return True
-    except (urllib.error.HTTPError, ConnectionError) as refused:
-        if isinstance(refused, urllib.error.HTTPError):
-            refused.close()
+    except urllib.error.HTTPError as refused:
+        refused.close()
+        return False
+    except (urllib.error.URLError, ConnectionError):  # the process may have ended by now: its stream was short
         return False
