@@ -25,6 +25,7 @@ from pydantic import (
 )
 
 from coordinator.environment import overrides, put
+from coordinator.headers import FRAMING, HOP_BY_HOP
 from coordinator.outbound import Outbound
 from coordinator.problems import ConfigError, Faults, Sources, one_of, sentences
 from coordinator.secret import ApiKeys
@@ -54,19 +55,10 @@ _LEVELS: dict[int, LogLevel] = {1: "warning", 2: "info", 3: "debug", 4: "debug",
 _TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", re.ASCII)
 # What belongs to one connection or one body (RFC 9110, section 7.6.1, and the framing fields), what is
 # somebody's key, and what is set here on every leg.
-_OWN_HEADERS = frozenset(
-    {
-        "connection",
-        "keep-alive",
-        "proxy-authenticate",
-        "proxy-authorization",
-        "proxy-connection",
-        "te",
-        "trailer",
-    }
-    | {"trailers", "transfer-encoding", "upgrade", "host", "expect", "accept", "accept-encoding"}
-    | {"content-encoding", "content-length", "content-md5", "content-type", "digest"}
-    | {"authorization", "x-api-key", "cookie", "set-cookie"}
+_OWN_HEADERS = (
+    HOP_BY_HOP
+    | FRAMING
+    | {"accept", "authorization", "x-api-key", "cookie", "set-cookie"}
     | {"x-request-id", "epp-profile", "prefer"}
 )
 

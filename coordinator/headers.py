@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from coordinator.routing.router import Worker
     from coordinator.step import Leg
 
-_HOP_BY_HOP = frozenset(
+HOP_BY_HOP = frozenset(
     (
         "connection",
         "keep-alive",
@@ -32,7 +32,7 @@ _HOP_BY_HOP = frozenset(
 )
 
 # Bodies are written anew for every leg and every answer, so whatever describes the old bytes is wrong.
-_FRAMING = frozenset(
+FRAMING = frozenset(
     ("accept-encoding", "content-encoding", "content-length", "content-md5", "content-type", "digest", "expect", "host")
 )
 
@@ -54,8 +54,8 @@ ROUTING = frozenset(
 # What a client proves itself with. Where we have checked it, workers need not know it.
 CREDENTIALS = frozenset(("authorization", "x-api-key"))
 
-_NOT_UPSTREAM = _HOP_BY_HOP | _FRAMING | ROUTING | {"x-request-id"}
-_NOT_DOWNSTREAM = _HOP_BY_HOP | _FRAMING | {"date", "server", "x-request-id", "set-cookie", "alt-svc"}
+_NOT_UPSTREAM = HOP_BY_HOP | FRAMING | ROUTING | {"x-request-id"}
+_NOT_DOWNSTREAM = HOP_BY_HOP | FRAMING | {"date", "server", "x-request-id", "set-cookie", "alt-svc"}
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}", re.ASCII)
 

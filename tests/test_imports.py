@@ -145,8 +145,9 @@ TABLE = (
     Row(
         CONFIG,
         "the modules of the configuration (config, environment, problems, yaml_file) import pydantic, envelope, "
-        "coordinator.units, secret, tls and outbound, and one another; only yaml_file imports yaml",
-        may=(*PYDANTIC, "yaml", *(f"coordinator.{name}" for name in ("units", "secret", "tls", "outbound")), *CONFIG,
+        "coordinator.units, headers, secret, tls and outbound, and one another; only yaml_file imports yaml",
+        may=(*PYDANTIC, "yaml", *(f"coordinator.{name}" for name in ("units", "headers", "secret", "tls", "outbound")),
+             *CONFIG,
              *ENVELOPE),
     ),
     Row(

@@ -347,7 +347,7 @@ def test_headers_that_are_not_a_leg_s_to_pass_on_are_refused(refused, header: st
     assert "belongs to one connection" in refused(text)[0]
 
 
-@pytest.mark.parametrize("header", sorted(headers._HOP_BY_HOP | headers._FRAMING))
+@pytest.mark.parametrize("header", sorted(headers.HOP_BY_HOP | headers.FRAMING))
 def test_no_header_that_a_leg_drops_can_be_forwarded(refused, header: str) -> None:
     text = f"pipeline: {{forward_response_headers: [{header}], steps: [{{type: decode}}]}}"
     assert "belongs to one connection" in refused(text)[0]

@@ -96,6 +96,7 @@ def let_through(at: Running) -> None:
 async def test_a_url_that_leads_inside_is_a_400_that_names_the_part(
     fleet: SimFleet, coordinator: Any, path: str, url: str
 ) -> None:
+    """H23: and nothing is connected to."""
     at = await coordinator(fleet, steps=STEP)
     got = await at.post(path, body_of(path, url))
     assert got.status == 400
@@ -105,6 +106,7 @@ async def test_a_url_that_leads_inside_is_a_400_that_names_the_part(
 
 
 async def test_a_public_url_that_redirects_inside_is_a_400_too(fleet: SimFleet, coordinator: Any, site: Site) -> None:
+    """H23: every hop is checked."""
     at = await coordinator(fleet, steps=STEP)
     let_through(at)
     got = await at.post(CHAT, body_of(CHAT, f"{site.url}/to-loopback"))
@@ -115,6 +117,7 @@ async def test_a_public_url_that_redirects_inside_is_a_400_too(fleet: SimFleet, 
 
 
 async def test_an_answer_of_no_use_is_a_400_without_a_word_of_it(fleet: SimFleet, coordinator: Any, site: Site) -> None:
+    """M08: the URL is the client's mistake."""
     at = await coordinator(fleet, steps=STEP)
     let_through(at)
     got = await at.post(CHAT, body_of(CHAT, f"{site.url}/missing"))
