@@ -7,7 +7,6 @@ Only what is listed here is answered; nothing is passed on to workers by default
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -18,7 +17,8 @@ from coordinator.context import RequestContext
 from coordinator.headers import leg_id, request_id, upstream_headers
 from coordinator.intake import header_pairs, single
 from coordinator.listener import stalled
-from coordinator.logs import access, log
+from coordinator.logs import log
+from coordinator.outcome import Outcome, Recorder
 from coordinator.questions import COUNT_TOKENS_PATH
 from coordinator.respond import Exchange, refuse
 from envelope.client_request import check
@@ -27,9 +27,6 @@ from envelope.errors import (
     ClientGone,
     ClientStalled,
     InternalError,
-    LegRejected,
-    Overloaded,
-    Unauthorized,
     Unavailable,
 )
 from envelope.formats import PATHS, Format
@@ -47,36 +44,7 @@ if TYPE_CHECKING:
     from coordinator.pipeline import Pipeline
     from coordinator.questions import Questions
     from coordinator.release import Releaser
-    from coordinator.respond import Manner, Result
-
-
-@dataclass(slots=True)
-class Outcome:
-    """How one request ended; becomes its log line and its metrics."""
-
-    status: int = 0
-    word: str = "internal_error"
-    error: str | None = None
-    result: Result | None = None
-
-    def done(self, result: Result) -> None:
-        self.result, self.status = result, result.response.status
-        self.word, self.error = ("ok", None) if result.error is None else ("stream_broken", result.error)
-
-    def fail(self, error: ApiError) -> None:
-        self.status, self.error = error.status, type(error).__name__
-        if isinstance(error, ClientGone):
-            self.word = "client_stalled" if isinstance(error, ClientStalled) else "client_gone"
-        elif isinstance(error, LegRejected):
-            self.word = "rejected"
-        elif isinstance(error, Overloaded):
-            self.word = "overloaded"
-        elif isinstance(error, Unauthorized):
-            self.word = "unauthorized"
-        elif error.status < 500:
-            self.word = "bad_request"
-        else:
-            self.word = {502: "leg_failed", 503: "unavailable", 504: "timeout"}.get(error.status, "internal_error")
+    from coordinator.respond import Manner
 
 
 class Front:
@@ -118,6 +86,7 @@ class Front:
         self._readiness = readiness
         self._questions = questions
         self._metrics = metrics
+        self._recorder = Recorder(metrics)
         self._routing_headers = tuple(routing_headers)
         self._drop = frozenset((*routing_headers, *discard))
         self._clock = clock
@@ -172,7 +141,7 @@ class Front:
             finally:
                 permit.release()
                 self._leave(api)
-                self._record(api, client_id, ctx, outcome, self._clock() - begun)
+                self._recorder.record(api, client_id, ctx, outcome, self._clock() - begun)
 
     async def _run(
         self, request: web.Request, ctx: RequestContext, permit: Permit, outcome: Outcome
@@ -241,38 +210,6 @@ class Front:
             stream=bool(body.get("stream")),
         )
 
-    def _record(
-        self, route: str, client_id: str, ctx: RequestContext | None, outcome: Outcome, seconds: float
-    ) -> None:
-        self._metrics.requests.labels(route, outcome.word).inc()
-        self._metrics.request_seconds.labels(route).observe(seconds)
-        fields = {"request_id": client_id, "route": str(route), "status": outcome.status, "outcome": outcome.word}
-        if outcome.error:
-            fields["error"] = outcome.error
-        if ctx is not None:
-            fields |= self._leg_fields(ctx)
-        if outcome.result is not None:
-            fields |= self._answer_fields(route, outcome.result)
-        access.info("request", extra={"fields": {**fields, "seconds": round(seconds, 6)}})
-
-    def _leg_fields(self, ctx: RequestContext) -> dict[str, object]:
-        for leg in ctx.legs:
-            self._metrics.leg(leg)
-        legs = {leg.step: {"seconds": round(leg.seconds, 6), "outcome": leg.outcome} for leg in ctx.legs}
-        return {"leg_id": ctx.leg_id, "stream": ctx.stream, "legs": legs}
-
-    def _answer_fields(self, route: str, result: Result) -> dict[str, object]:
-        fields: dict[str, object] = {}
-        if result.ttft_s is not None:
-            self._metrics.ttft_seconds.labels(route).observe(result.ttft_s)
-            fields["ttft_seconds"] = round(result.ttft_s, 6)
-        if isinstance(usage := result.usage, dict):
-            prompt = _count(usage, "prompt_tokens", "input_tokens")
-            completion = _count(usage, "completion_tokens", "output_tokens")
-            self._metrics.usage(route, prompt, completion)
-            fields |= {"prompt_tokens": prompt, "completion_tokens": completion}
-        return fields
-
     async def _expect(self, request: web.Request) -> web.StreamResponse | None:
         """Answer ``Expect: 100-continue``, unless the head alone is refused: such a body is never sent."""
         if not _expects_100(request):
@@ -319,7 +256,7 @@ class Front:
             outcome.fail(error)
             return await self._refuse(request, api, client_id, error)
         finally:
-            self._record(route, client_id, None, outcome, self._clock() - begun)
+            self._recorder.record(route, client_id, None, outcome, self._clock() - begun)
 
     async def _healthz(self, request: web.Request) -> web.StreamResponse:
         return web.Response(text="ok\n")
@@ -350,8 +287,3 @@ _DRAINING = {"Retry-After": "1", "Connection": "close"}
 def _expects_100(request: web.Request) -> bool:
     # RFC 9110, section 10.1.1: HTTP/1.0 knows no interim answers, and a client of it would take one for the answer.
     return request.version >= HttpVersion11 and request.headers.get("Expect", "").lower() == "100-continue"
-
-
-def _count(usage: dict[str, object], *names: str) -> int:
-    value = next((usage[name] for name in names if usage.get(name) is not None), 0)
-    return value if isinstance(value, int) and value > 0 else 0

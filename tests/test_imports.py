@@ -58,7 +58,7 @@ PLAIN = ("addresses", "admission", "headers", "pipeline", "metrics", "logs", "sh
 CORE = (*CONTRACT, *(f"coordinator.{name}" for name in PLAIN))
 WIRED = (
     *("fetch", "release", "retry", "upstream", "call", "relay", "server", "intake", "listener", "respond", "health"),
-    *("questions", "wire"),
+    *("questions", "wire", "outcome"),
 )
 IO = (*family("coordinator.routing"), *(f"coordinator.{name}" for name in WIRED))
 CONFIG = tuple(f"coordinator.{name}" for name in ("config", "environment", "problems", "yaml_file"))
