@@ -28,7 +28,8 @@ from coordinator.release import Releaser
 from coordinator.respond import Manner
 from coordinator.routing.gateway import GatewayRouter
 from coordinator.routing.header import HeaderRouter
-from coordinator.routing.static import StaticRouter
+from coordinator.routing.members import Members
+from coordinator.routing.pool import PoolRouter
 from coordinator.rules import ROLES
 from coordinator.server import Front
 from coordinator.units import megabytes_to_bytes
@@ -43,9 +44,10 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
     from coordinator.admission import Place
-    from coordinator.config import Config, Pool
+    from coordinator.config import Config
     from coordinator.context import RequestContext
     from coordinator.outbound import Outbound
+    from coordinator.pools import Pool
     from coordinator.routing.router import Router
     from coordinator.step import Step
     from coordinator.tls import Certificate
@@ -153,7 +155,7 @@ def links(config: Config, steps: Sequence[Step], credentials: Credentials | Clos
         if isinstance(step, Render):
             params, at = step.params, ("pipeline", "steps", index, "params")
             found["render"] = RoleLink(
-                StaticRouter((params.address,), "round_robin", headers=credentials.headers(params, at)),
+                PoolRouter(Members((params.address,), credentials.headers(params, at)), "round_robin"),
                 params.max_idle_conns_per_host,
                 params.idle_conn_timeout,
                 tls=credentials.verification(params, at),
@@ -188,13 +190,14 @@ def probes(steps: Sequence[Step], links: Mapping[str, RoleLink]) -> list[RolePro
     return [
         RoleProbe(
             role,
-            links[role].router.known(),
+            links[role].router.known,
             () if gateway else tuple(sorted(paths[role] & needed)),
             gateway=gateway,
             tls=links[role].tls,
             our_key=links[role].our_key,
         )
         for role in paths
+        if not isinstance(links[role].router, HeaderRouter)  # its workers are known to the router in front
         for gateway in [isinstance(links[role].router, GatewayRouter)]
     ]
 
@@ -228,9 +231,9 @@ def _place(role: str, router: Router, limit: int) -> Place:
     return of
 
 
-def _pool_router(config: Config, pool: Pool, headers: Sequence[tuple[str, str]]) -> StaticRouter | HeaderRouter:
+def _pool_router(config: Config, pool: Pool, headers: Sequence[tuple[str, str]]) -> PoolRouter | HeaderRouter:
     if pool.endpoints is not None:
-        return StaticRouter(pool.endpoints, pool.policy, pool.max_inflight, headers)
+        return PoolRouter(Members(pool.endpoints, headers), pool.policy, pool.max_inflight)
     assert pool.header is not None and pool.allow is not None
     if pool is config.pools.encode:
         return HeaderRouter(pool.header, pool.allow, spread=True, headers=headers)

@@ -8,30 +8,18 @@ Source: llm-d ``config/coordinator/coordinator.yaml`` and ``pkg/coordinator/conf
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PrivateAttr,
-    ValidationError,
-    WithJsonSchema,
-    model_validator,
-)
+from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, ValidationError, WithJsonSchema
 
 from coordinator.environment import overrides, put
-from coordinator.headers import FRAMING, HOP_BY_HOP
 from coordinator.outbound import Outbound
-from coordinator.problems import ConfigError, Faults, Sources, one_of, sentences
+from coordinator.pools import Pools
+from coordinator.problems import ConfigError, Sources, one_of, sentences
 from coordinator.secret import ApiKeys
+from coordinator.section import HeaderName, Section, not_yet
 from coordinator.tls import parse_suite, parse_version
 from coordinator.units import (
-    Allow,
     BaseUrl,
     Count,
     Duration,
@@ -41,37 +29,18 @@ from coordinator.units import (
     Megabytes,
     PositiveDuration,
     Whole,
-    origin,
 )
 from coordinator.yaml_file import read
 
-__all__ = ["Config", "ConfigError", "Gateway", "Pipeline", "Pool", "Pools", "Server", "StepConfig", "load"]
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+__all__ = ["Config", "ConfigError", "Gateway", "Pipeline", "Server", "StepConfig", "load"]
 
 LogLevel = Literal["warning", "info", "debug", "trace"]
 OnMissingHandover = Literal["fail", "decode_alone"]
 
 _LEVELS: dict[int, LogLevel] = {1: "warning", 2: "info", 3: "debug", 4: "debug", 5: "trace"}
-
-_TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", re.ASCII)
-# What belongs to one connection or one body (RFC 9110, section 7.6.1, and the framing fields), what is
-# somebody's key, and what is set here on every leg.
-_OWN_HEADERS = (
-    HOP_BY_HOP
-    | FRAMING
-    | {"accept", "authorization", "x-api-key", "cookie", "set-cookie"}
-    | {"x-request-id", "epp-profile", "prefer"}
-)
-
-
-def _not_yet(sentences_by_name: Mapping[str, str]) -> BeforeValidator:
-    """Refuse values that llm-d has, or that a later release will have, with their own sentence."""
-
-    def refuse(value: object) -> object:
-        if isinstance(value, str) and value in sentences_by_name:
-            raise ValueError(sentences_by_name[value])
-        return value
-
-    return BeforeValidator(refuse)
 
 
 def _level(value: object) -> object:
@@ -82,16 +51,6 @@ def _level(value: object) -> object:
     if isinstance(value, int) and not isinstance(value, bool) and value in _LEVELS:
         return _LEVELS[value]
     raise ValueError(one_of(value, ["1 (warning)", "2 (info)", "3 (verbose)", "4 (debug)", "5 (trace)"]))
-
-
-def _header_name(value: str) -> str:
-    """Return a header's name in lower case."""
-    name = value.strip().lower()
-    if not _TOKEN.fullmatch(name):
-        raise ValueError(f"{value!r} is not a header name, write one such as x-prefiller-host-port")
-    if name in _OWN_HEADERS:
-        raise ValueError(f"{value!r} belongs to one connection, one body or one leg, write another header")
-    return name
 
 
 def _unless_set(what: str) -> AfterValidator:
@@ -112,48 +71,11 @@ _BOTH_AT_ONCE = (
 
 KvConnectorName = Annotated[
     Literal["kv-shared-storage", "kv-nixl"],
-    _not_yet({name: _BOTH_AT_ONCE.format(name) for name in ("kv-sglang", "kv-mooncake")}),
+    not_yet({name: _BOTH_AT_ONCE.format(name) for name in ("kv-sglang", "kv-mooncake")}),
 ]
 EcConnectorName = Literal["ec-shared-storage", "ec-nixl"]
-Policy = Annotated[
-    Literal["round_robin", "least_inflight"],
-    _not_yet(
-        {
-            name: f"{name} comes in a later release, write round_robin or least_inflight"
-            for name in ("power_of_two", "prefix_affinity")
-        }
-    ),
-]
 TlsVersion = Annotated[str, AfterValidator(parse_version)]
 TlsSuites = Annotated[tuple[Annotated[str, AfterValidator(parse_suite)], ...], Items]
-HeaderName = Annotated[str, AfterValidator(_header_name)]
-
-
-class Section(BaseModel):
-    """A mapping of the file: unknown keys are refused, keys without a value dropped, nothing changes later.
-
-    ``later`` has a sentence for each key that llm-d has, or a later release will have.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-    later: ClassVar[Mapping[str, str]] = {}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_unset(cls, values: object) -> object:
-        if isinstance(values, dict):
-            return {key: value for key, value in values.items() if value is not None}
-        return values
-
-    @model_validator(mode="after")
-    def _check(self) -> Section:
-        if faults := tuple(self._faults()):
-            raise Faults(faults)
-        return self
-
-    def _faults(self) -> Iterator[tuple[str, str]]:
-        """Yield what is wrong with keys taken together: the key ("" for the section) and a sentence."""
-        return iter(())
 
 
 class Server(Section):
@@ -282,87 +204,6 @@ class Gateway(Section, Outbound):
         60.0,
         description="time until a leg's response headers; bodies and streams are not bounded; 0 is no limit",
     )
-
-
-class Pool(Section, Outbound):
-    """The workers of one role: listed here, or named in each request by the router in front."""
-
-    later: ClassVar[Mapping[str, str]] = {
-        "dns": "finding workers by DNS comes in a later release, list them in endpoints",
-        "kubernetes": "finding workers by Kubernetes comes in a later release, list them in endpoints",
-        "bootstrap_port": "connectors that need a bootstrap port come in a later release, take the key out",
-    }
-
-    endpoints: Annotated[tuple[BaseUrl, ...], Items] | None = Field(
-        None, description="base URLs of the workers; either this or header"
-    )
-    header: HeaderName | None = Field(
-        None, description="request header in which the router in front names the worker, as host:port"
-    )
-    allow: Annotated[tuple[Allow, ...], Items] | None = Field(
-        None,
-        description="who the header may name: networks, IPs or host names, each also with :port or :low-high",
-    )
-    policy: Policy = Field(
-        "round_robin", description="how one of the endpoints is picked: round_robin or least_inflight"
-    )
-    max_inflight: Whole = Field(
-        0,
-        ge=0,
-        description="legs that one worker is given at a time; decode's place is kept from before prefill on, and a "
-        "request waits in server.queue_size for it; 0 is no limit",
-    )
-    max_idle_conns_per_host: Count = Field(100, description="keep-alive connections kept open per worker")
-    idle_conn_timeout: Duration = Field(
-        4.0,
-        description="how long an idle connection is kept; vLLM closes it after 5s, and we must be first",
-    )
-
-    def _faults(self) -> Iterator[tuple[str, str]]:
-        if self.endpoints is not None and self.header is not None:
-            yield "header", "a pool names its workers in one way, take out endpoints or header"
-        elif self.header is not None:
-            yield from self._header_faults()
-        elif self.endpoints is not None:
-            yield from self._endpoint_faults(self.endpoints)
-        else:
-            yield "", "the pool names no workers, write endpoints: [http://host:8000] or header: with allow:"
-
-    def _header_faults(self) -> Iterator[tuple[str, str]]:
-        if not self.allow:
-            yield (
-                "allow",
-                "missing: whoever can send a request names the worker, so write which may be called, "
-                "such as ['10.0.0.0/8:8000']",
-            )
-        if "policy" in self.model_fields_set:
-            yield "policy", "the header names the worker, so there is none to pick: take the key out"
-
-    def _endpoint_faults(self, endpoints: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-        if not endpoints:
-            yield "endpoints", "the list is empty, write at least one worker such as http://10.0.0.1:8000"
-        if self.allow is not None:
-            yield "allow", "belongs to header, and the workers are listed here: take the key out"
-        seen: set[str] = set()
-        for url in endpoints:
-            if origin(url) in seen:
-                yield "endpoints", f"{url} stands twice, take one out"
-            seen.add(origin(url))
-
-
-class Pools(Section):
-    """The workers of each role, where the coordinator picks them itself."""
-
-    encode: Pool | None = Field(None, description="the workers that turn media into embeddings")
-    prefill: Pool | None = Field(None, description="the workers that compute prompts")
-    decode: Pool | None = Field(None, description="the workers that generate answers")
-
-    def _faults(self) -> Iterator[tuple[str, str]]:
-        if self.encode is not None and self.encode.max_inflight:
-            yield (
-                "encode",
-                "max_inflight counts requests, and one may make many encode legs: bound them by max_parallel",
-            )
 
 
 class StepConfig(Section):

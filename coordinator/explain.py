@@ -110,7 +110,8 @@ class _Scribe:
 
     def _write_down(self, ctx: RequestContext, leg: Leg) -> None:
         worker = self._links[leg.role].router.pick(ctx)
-        assert worker is not None, "nobody was tried yet"
+        if worker is None:
+            raise NoWorker(leg.step, f"there is no {leg.role} worker")
         headers = (("Content-Type", "application/json"), *leg_headers(ctx, leg, worker))
         self.sent.append(SentLeg(leg.step, "POST", worker.url + leg.path, headers, leg.body))
 

@@ -16,7 +16,7 @@ from coordinator.logs import log
 
 if TYPE_CHECKING:
     import ssl
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from coordinator.routing.router import Worker
 
@@ -28,7 +28,7 @@ class RoleProbe:
     """How one role is asked.
 
     Attributes:
-        workers: any of them suffices.
+        known: the workers of now, of which any suffices; they may change.
         scale_out: paths that the pipeline sends this role, of those that need ``--enable-scale-out``.
         gateway: the address is a gateway's, which has no /health of its own: any answer to it will do.
         tls: how https workers are verified; None is by the system's authorities.
@@ -36,7 +36,7 @@ class RoleProbe:
     """
 
     role: str
-    workers: Sequence[Worker]
+    known: Callable[[], Sequence[Worker]]
     scale_out: tuple[str, ...] = ()
     gateway: bool = False
     tls: ssl.SSLContext | None = None
@@ -47,7 +47,7 @@ class Readiness:
     """What ``/readyz`` says, renewed every ``interval_s`` seconds by ``run``."""
 
     def __init__(self, probes: Sequence[RoleProbe], interval_s: float) -> None:
-        self._probes = tuple(probe for probe in probes if probe.workers)
+        self._probes = tuple(probes)
         self._interval_s = interval_s
         self._problems = {probe.role: f"{probe.role}: not asked yet" for probe in self._probes}
         self._ready = asyncio.Event()
@@ -76,8 +76,8 @@ class Readiness:
 
     async def _renew(self, probe: RoleProbe, session: aiohttp.ClientSession) -> None:
         async with asyncio.TaskGroup() as tasks:
-            asked = [tasks.create_task(self._fault(probe, worker, session)) for worker in probe.workers]
-        faults = [task.result() for task in asked]
+            asked = [tasks.create_task(self._fault(probe, worker, session)) for worker in probe.known()]
+        faults = [task.result() for task in asked] or ["there are no workers"]
         before = self._problems.pop(probe.role, None)
         if None not in faults:
             self._problems[probe.role] = f"{probe.role}: {faults[0]}"

@@ -15,7 +15,8 @@ from envelope.formats import Format
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from coordinator.config import Config, Pool
+    from coordinator.config import Config
+    from coordinator.pools import Pool
     from coordinator.step import Step
 
 Fault = tuple[Path, str]

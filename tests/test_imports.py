@@ -61,7 +61,7 @@ WIRED = (
     *("questions", "wire", "outcome"),
 )
 IO = (*family("coordinator.routing"), *(f"coordinator.{name}" for name in WIRED))
-CONFIG = tuple(f"coordinator.{name}" for name in ("config", "environment", "problems", "yaml_file"))
+CONFIG = tuple(f"coordinator.{name}" for name in ("config", "pools", "section", "environment", "problems", "yaml_file"))
 WIRING = ("coordinator.app", "coordinator.cli", "coordinator.demo")
 STEPS_SHARE = ("steps.params", "steps.prompt")
 # With the packages that hold their own types: URL, CIMultiDict, ErrorDetails.
@@ -144,8 +144,9 @@ TABLE = (
     ),
     Row(
         CONFIG,
-        "the modules of the configuration (config, environment, problems, yaml_file) import pydantic, envelope, "
-        "coordinator.units, headers, secret, tls and outbound, and one another; only yaml_file imports yaml",
+        "the modules of the configuration (config, pools, section, environment, problems, yaml_file) import "
+        "pydantic, envelope, coordinator.units, headers, secret, tls and outbound, and one another; only yaml_file "
+        "imports yaml",
         may=(*PYDANTIC, "yaml", *(f"coordinator.{name}" for name in ("units", "headers", "secret", "tls", "outbound")),
              *CONFIG,
              *ENVELOPE),

@@ -1,1 +1,1 @@
-"""Which worker a leg goes to: one gateway, a static pool, or the worker that a request header names."""
+"""Which worker a leg goes to: one gateway, one of a pool, or the worker that a request header names."""

@@ -44,7 +44,7 @@ async def test_readiness_outlives_any_answer(rng: random.Random, full: bool) -> 
 
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
         worker = Worker(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
-        readiness = Readiness([RoleProbe("decode", (worker,), ("/inference/v1/generate",))], 0.0005)
+        readiness = Readiness([RoleProbe("decode", lambda: (worker,), ("/inference/v1/generate",))], 0.0005)
         asking = asyncio.create_task(readiness.run())
         waiting = asyncio.create_task(enough.wait())
         done, _ = await asyncio.wait((asking, waiting), timeout=600 if full else 20, return_when="FIRST_COMPLETED")

@@ -73,7 +73,8 @@ def told(problems: list[str]) -> bool:
 
 
 def probe(*urls: str, role: str = "decode", **options: Any) -> RoleProbe:
-    return RoleProbe(role, [Worker(url) for url in urls], **options)
+    workers = [Worker(url) for url in urls]
+    return RoleProbe(role, lambda: workers, **options)
 
 
 async def test_before_anybody_was_asked_nobody_is_ready() -> None:
@@ -207,10 +208,12 @@ async def test_a_worker_that_goes_while_its_route_is_tried_cannot_be_reached(ask
     assert await asked(probe(url, scale_out=(GENERATE,)), until=told) == [f"decode: {url} cannot be reached"]
 
 
-async def test_a_role_whose_workers_are_named_by_requests_cannot_be_asked(asked: Any, worker: Any) -> None:
+async def test_a_role_without_workers_is_not_ready_until_one_comes(asked: Any, worker: Any) -> None:
     good = await worker(health=200)
-    assert Readiness([probe(role="prefill")], 1.0).problems() == []
-    assert await asked(probe(role="prefill"), probe(good.url), until=told) == []
+    assert await asked(probe(role="prefill"), probe(good.url), until=told) == ["prefill: there are no workers"]
+    asked_of = iter([(), ()])
+    coming = RoleProbe("prefill", lambda: next(asked_of, (Worker(good.url),)))
+    assert await asked(coming, until=lambda problems: not problems) == []
 
 
 async def test_ready_is_told_once_every_role_is(worker: Any) -> None:
@@ -243,6 +246,7 @@ async def test_a_change_is_logged_once_and_not_at_every_look(
 
 async def test_a_worker_s_own_headers_go_with_the_question(asked: Any, worker: Any) -> None:
     made = await worker(health=200, generate=400)
-    named = RoleProbe("decode", [Worker(made.url, headers=(("Authorization", "Bearer k"),))], scale_out=(GENERATE,))
+    keyed = Worker(made.url, headers=(("Authorization", "Bearer k"),))
+    named = RoleProbe("decode", lambda: [keyed], scale_out=(GENERATE,))
     assert await asked(named, until=told) == []
     assert {headers["Authorization"] for headers in made.headers} == {"Bearer k"}

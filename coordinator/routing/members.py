@@ -1,0 +1,47 @@
+"""The workers of a pool, which may change while requests are under way.
+
+``replace`` is told all of them, by whoever finds workers. A worker that leaves is picked no more and its open legs run
+to their end; one that comes back meanwhile is the same object, so that its legs are still counted.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from coordinator.routing.router import Worker
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+
+class Members:
+    """
+    Args:
+        urls: the base URLs of the workers, of which there may be none yet.
+        headers: what every leg to them carries.
+
+    Attributes:
+        workers: those that may be picked, in the order in which they were named.
+        generation: another number after each change.
+    """
+
+    def __init__(self, urls: Iterable[str] = (), headers: Sequence[tuple[str, str]] = ()) -> None:
+        self._headers = headers
+        self._leaving: dict[str, Worker] = {}
+        self.workers: tuple[Worker, ...] = ()
+        self.generation = 0
+        self.replace(urls)
+
+    @property
+    def leaving(self) -> tuple[Worker, ...]:
+        """Those that have left with legs still open."""
+        return tuple(worker for worker in self._leaving.values() if worker.in_flight)
+
+    def replace(self, urls: Iterable[str]) -> None:
+        """Let these be the workers; who is among them already stays as it is."""
+        before = {worker.url: worker for worker in (*self.leaving, *self.workers)}
+        now = {url: before.get(url) or Worker(url, self._headers) for url in urls}
+        self._leaving = {url: worker for url, worker in before.items() if url not in now}
+        if (workers := tuple(now.values())) != self.workers:
+            self.workers = workers
+            self.generation += 1
