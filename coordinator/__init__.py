@@ -13,6 +13,7 @@ One request, in the order in which the modules see it:
 In front of it stand ``listener`` (who may hold a connection, and how long), ``keys`` (who may ask) and ``admission``
 (who may begin).
 
-``config`` is one YAML file as pydantic models, ``registry`` turns its steps into objects, ``app`` wires it
-all, ``cli`` is the command line, and ``sim`` the simulated workers of ``demo`` and of the tests.
+``config`` is one YAML file as pydantic models, ``registry`` turns its steps into objects, and ``app`` wires it all to a
+``plan``, which requests are answered by. ``serve`` is the process, ``cli`` the command line, and ``sim`` the simulated
+workers of ``demo`` and of the tests.
 """

@@ -1,10 +1,9 @@
-"""All wiring: a configuration becomes a web application, and the application a running server."""
+"""All wiring: a configuration becomes a plan, and a web application that answers by it."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import time
 from typing import TYPE_CHECKING
 
@@ -18,10 +17,10 @@ from coordinator.fetch import HttpMediaFetcher
 from coordinator.headers import CREDENTIALS
 from coordinator.health import Readiness, RoleProbe
 from coordinator.intake import Intake
-from coordinator.listener import PATIENCE, Patience, Runner, json_errors
-from coordinator.logs import log
+from coordinator.listener import PATIENCE, Patience, json_errors
 from coordinator.metrics import Metrics
 from coordinator.pipeline import Pipeline
+from coordinator.plan import Plan
 from coordinator.problems import Path, show_path
 from coordinator.questions import Questions
 from coordinator.release import Releaser
@@ -40,8 +39,7 @@ from steps.decode import Decode
 from steps.render import Render
 
 if TYPE_CHECKING:
-    import ssl
-    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+    from collections.abc import AsyncIterator, Mapping, Sequence
 
     from coordinator.admission import Place
     from coordinator.config import Config
@@ -53,10 +51,10 @@ if TYPE_CHECKING:
     from coordinator.tls import Certificate
 
 FRONT = web.AppKey("front", Front)
-READINESS = web.AppKey("readiness", Readiness)
-WATCH = web.AppKey("watch", Watch)
 # Of the main port and of that of the metrics; None is plain HTTP.
 CERTIFICATES: web.AppKey[tuple[Certificate | None, Certificate | None]] = web.AppKey("certificates", tuple)
+# The certificates' files: they are the listener's, and outlive a plan.
+WATCH = web.AppKey("watch", Watch)
 
 SERVED = tuple(Format)
 
@@ -68,21 +66,43 @@ def build(config: Config) -> web.Application:
         ConfigError: the steps do not fit together, or not with the rest of the file; or a key or a certificate that
             the file names cannot be read.
     """
-    metrics = Metrics(CollectorRegistry())
+    metrics, watch = Metrics(CollectorRegistry()), Watch()
+    server, credentials = config.server, Credentials(os.environ, config.sources)
+    main = credentials.certificate(server, "cert_path", watch) if server.secure_serving else None
+    certificates = main, credentials.certificate(server, "metrics_cert_dir", watch)
+    front = Front(plan(config, metrics, credentials), apis=SERVED, metrics=metrics, clock=time.monotonic)
+    # Sizes are ours to check, with an error body that aiohttp's own 413 does not have.
+    app = web.Application(client_max_size=0, middlewares=[json_errors])
+    app[FRONT] = front
+    app[PATIENCE] = Patience(
+        server.write_stall_timeout or None,
+        server.read_header_timeout or None,
+        server.idle_timeout or None,
+    )
+    app[WATCH] = watch
+    app[CERTIFICATES] = certificates
+    app.add_routes(front.routes(metrics=server.metrics_port is None))
+    app.cleanup_ctx.append(_running)
+    return app
+
+
+def plan(config: Config, metrics: Metrics, credentials: Credentials) -> Plan:
+    """Return what requests are answered by; nothing is opened before it runs.
+
+    Raises:
+        ConfigError: as ``build``.
+    """
     steps = registry.build(config, metrics)
-    credentials = Credentials(os.environ, config.sources)
     server, media = config.server, HttpMediaFetcher()
     carry = config.pipeline.forward_response_headers
     upstream = HttpUpstream(links(config, steps, credentials), carry, metrics, media)
     keys = credentials.client_keys(server)
-    main = credentials.certificate(server, "cert_path") if server.secure_serving else None
-    certificates = main, credentials.certificate(server, "metrics_cert_dir")
     credentials.check()
     decode = next(step for step in steps if isinstance(step, Decode))
-    releaser = Releaser(decode.release_leg, upstream, metrics)
-    readiness = Readiness(probes(steps, upstream.links), config.server.readiness_interval)
-    front = Front(
-        apis=SERVED,
+    readiness = Readiness(probes(steps, upstream.links), server.readiness_interval)
+    routing = routing_headers(config)
+    return Plan(
+        config=config,
         keys=keys,
         admission=Admission(
             server.max_concurrency,
@@ -93,38 +113,35 @@ def build(config: Config) -> web.Application:
             clock=time.monotonic,
         ),
         pipeline=Pipeline(steps, upstream, metrics, time.monotonic),
-        releaser=releaser,
-        intake=Intake(megabytes_to_bytes(config.server.max_request_body_size), config.server.read_timeout or None),
+        releaser=Releaser(decode.release_leg, upstream, metrics),
+        intake=Intake(megabytes_to_bytes(server.max_request_body_size), server.read_timeout or None),
         manner=Manner(
-            config.server.write_timeout or None,
-            config.server.heartbeat_after or None,
-            config.server.heartbeat_interval,
+            server.write_timeout or None,
+            server.heartbeat_after or None,
+            server.heartbeat_interval,
             time.monotonic,
             time.time,
         ),
         readiness=readiness,
         questions=Questions(upstream),
-        metrics=metrics,
-        routing_headers=routing_headers(config),
-        discard=discarded(config),
-        clock=time.monotonic,
+        upstream=upstream,
+        media=media,
+        watch=credentials.watch,
+        routing_headers=tuple(routing),
+        drop=frozenset((*routing, *discarded(config))),
+        background=(credentials.watch.run, readiness.run),
     )
-    # Sizes are ours to check, with an error body that aiohttp's own 413 does not have.
-    app = web.Application(client_max_size=0, middlewares=[json_errors])
-    app[FRONT] = front
-    app[READINESS] = readiness
-    app[PATIENCE] = Patience(
-        server.write_stall_timeout or None,
-        server.read_header_timeout or None,
-        server.idle_timeout or None,
-    )
-    app[WATCH] = credentials.watch
-    app[CERTIFICATES] = certificates
-    app.add_routes(front.routes(metrics=server.metrics_port is None))
-    app.cleanup_ctx.append(_media(media))
-    app.cleanup_ctx.append(_watching(credentials.watch))
-    app.cleanup_ctx.append(_workers(upstream, readiness, releaser))
-    return app
+
+
+async def _running(app: web.Application) -> AsyncIterator[None]:
+    """Run what the front answers by, and what the listener needs, as long as the application runs."""
+    current = app[FRONT].plan
+    async with asyncio.TaskGroup() as tasks:
+        watching = tasks.create_task(app[WATCH].run())
+        tasks.create_task(current.run())
+        yield
+        watching.cancel()
+        current.end()
 
 
 def links(config: Config, steps: Sequence[Step], credentials: Credentials | Closed) -> dict[str, RoleLink]:
@@ -242,98 +259,3 @@ def _pool_router(config: Config, pool: Pool, headers: Sequence[tuple[str, str]])
     never = [url for other in others if other is not None for url in other.endpoints or ()]
     required = pool is config.pools.decode
     return HeaderRouter(pool.header, pool.allow, never, required=required, headers=headers)
-
-
-def _media(media: HttpMediaFetcher) -> Callable[[web.Application], AsyncIterator[None]]:
-    async def opened(app: web.Application) -> AsyncIterator[None]:
-        await media.start()
-        yield
-        await media.close()
-
-    return opened
-
-
-def _watching(watch: Watch) -> Callable[[web.Application], AsyncIterator[None]]:
-    async def opened(app: web.Application) -> AsyncIterator[None]:
-        async with asyncio.TaskGroup() as tasks:
-            watching = tasks.create_task(watch.run())
-            yield
-            watching.cancel()
-
-    return opened
-
-
-def _workers(
-    upstream: HttpUpstream, readiness: Readiness, releaser: Releaser
-) -> Callable[[web.Application], AsyncIterator[None]]:
-    async def opened(app: web.Application) -> AsyncIterator[None]:
-        async with asyncio.TaskGroup() as tasks:
-            asking = tasks.create_task(readiness.run())
-            yield
-            asking.cancel()
-        await upstream.settle()
-        await releaser.close()
-        await upstream.close()
-
-    return opened
-
-
-async def serve(config: Config) -> None:
-    """Run until SIGTERM or SIGINT: then refuse new requests, let the running ones end, and stop."""
-    signals = _signals()
-    app = build(config)
-    front, server = app[FRONT], config.server
-    runner = Runner(app, server.max_header_size)
-    await runner.setup()
-    extra = await _metrics_site(config, front, _tls(app, 1))
-    try:
-        listen = server.listen_addr
-        await web.TCPSite(runner, listen.host, listen.port, backlog=2048, ssl_context=_tls(app, 0)).start()
-        for host, port, *_ in runner.addresses:
-            log.info("listening", extra={"fields": {"address": f"{host}:{port}"}})
-        await _until_stopped(front, signals, server.shutdown_timeout)
-    finally:
-        await runner.cleanup()
-        if extra is not None:
-            await extra.cleanup()
-
-
-def _tls(app: web.Application, port: int) -> ssl.SSLContext | None:
-    certificate = app[CERTIFICATES][port]
-    return None if certificate is None else certificate.context
-
-
-async def _metrics_site(config: Config, front: Front, tls: ssl.SSLContext | None) -> web.AppRunner | None:
-    port = config.server.metrics_port
-    if port is None or port <= 0:
-        return None
-    app = web.Application()
-    app.add_routes([web.get("/metrics", front.metrics_page)])
-    runner = web.AppRunner(app, access_log=None, handle_signals=False)
-    await runner.setup()
-    await web.TCPSite(runner, config.server.listen_addr.host, port, ssl_context=tls).start()
-    return runner
-
-
-def _signals() -> asyncio.Queue[int]:
-    """Return the signals to stop, as they come; from here on they no longer end the process by themselves."""
-    loop, signals = asyncio.get_running_loop(), asyncio.Queue[int]()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, signals.put_nowait, number)
-    return signals
-
-
-async def _until_stopped(front: Front, signals: asyncio.Queue[int], shutdown_timeout_s: float) -> None:
-    """Wait for a signal and then for the requests in flight; a second signal ends the waiting."""
-    await signals.get()
-    front.draining = True
-    log.info("draining", extra={"fields": {"in_flight": front.in_flight}})
-    try:
-        async with asyncio.timeout(shutdown_timeout_s), asyncio.TaskGroup() as tasks:
-            idle = tasks.create_task(front.idle.wait())
-            again = tasks.create_task(signals.get())
-            await asyncio.wait((idle, again), return_when=asyncio.FIRST_COMPLETED)
-            idle.cancel()
-            again.cancel()
-    except TimeoutError:
-        log.warning("stopping with requests unfinished", extra={"fields": {"in_flight": front.in_flight}})

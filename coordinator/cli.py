@@ -96,7 +96,7 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
 
 
 def _serve(args: argparse.Namespace) -> int:
-    from coordinator.app import serve
+    from coordinator.serve import serve
 
     config = _load(args)
     set_up(_LEVELS[config.log_level], config.log_format)

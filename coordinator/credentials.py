@@ -82,15 +82,15 @@ class Credentials:
             self.watch.add([file], keys.renew)
         return keys
 
-    def certificate(self, server: Server, key: str) -> Certificate | None:
-        """Return the certificate of the folder that a key names; None where it names none."""
+    def certificate(self, server: Server, key: str, watch: Watch) -> Certificate | None:
+        """Return the certificate of the folder that a key names, which is watched from here on; None for no name."""
         folder: str = getattr(server, key)
         if not folder:
             return None
         versions = server.tls_min_version, server.tls_cipher_suites
         found = self._try(("server", key), lambda: Certificate(folder, *versions))
         if found is not None:
-            self.watch.add(found.files, found.read)
+            watch.add(found.files, found.read)
         return found
 
     def _try(self, at: Path, opened: Callable[[], T]) -> T | None:

@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from coordinator.app import READINESS, build
+from coordinator.app import FRONT, build
 from coordinator.config import Config, ConfigError
 from coordinator.listener import Runner
 
@@ -83,7 +83,7 @@ async def _listen(runner: Runner, port: int) -> str:
 
 async def _ready(app: web.Application) -> None:
     async with asyncio.timeout(10):
-        await app[READINESS].until_ready()
+        await app[FRONT].plan.readiness.until_ready()
 
 
 def _greet(address: str, render: str, prefills: list[str], decodes: list[str]) -> None:

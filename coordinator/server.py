@@ -35,60 +35,25 @@ from envelope.kv_transfer import without_transfer_params
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
-    from coordinator.admission import Admission, Permit
+    from coordinator.admission import Permit
     from coordinator.context import Headers
-    from coordinator.health import Readiness
-    from coordinator.intake import Intake
-    from coordinator.keys import Keys
     from coordinator.metrics import Metrics
-    from coordinator.pipeline import Pipeline
-    from coordinator.questions import Questions
-    from coordinator.release import Releaser
-    from coordinator.respond import Manner
+    from coordinator.plan import Plan
 
 
 class Front:
-    """Answers requests.
+    """Answers requests, each by the plan that is in place when it begins.
 
     Args:
         apis: the client APIs that are served.
-        keys: of which clients must have one; None lets everybody in.
-        routing_headers: lower-case names of the headers that name workers in this configuration.
-        discard: lower-case names of headers that go no further than here: those that only workers may set
-            (``forward_response_headers``), and clients' keys where they are checked here.
         clock: monotonic seconds.
     """
 
-    def __init__(
-        self,
-        *,
-        apis: Sequence[Format],
-        keys: Keys | None,
-        admission: Admission,
-        pipeline: Pipeline,
-        releaser: Releaser,
-        intake: Intake,
-        manner: Manner,
-        readiness: Readiness,
-        questions: Questions,
-        metrics: Metrics,
-        routing_headers: Sequence[str],
-        discard: Sequence[str],
-        clock: Callable[[], float],
-    ) -> None:
+    def __init__(self, plan: Plan, *, apis: Sequence[Format], metrics: Metrics, clock: Callable[[], float]) -> None:
+        self.plan = plan
         self._apis = tuple(apis)
-        self._keys = keys
-        self.admission = admission
-        self._pipeline = pipeline
-        self._releaser = releaser
-        self._intake = intake
-        self._manner = manner
-        self._readiness = readiness
-        self._questions = questions
         self._metrics = metrics
         self._recorder = Recorder(metrics)
-        self._routing_headers = tuple(routing_headers)
-        self._drop = frozenset((*routing_headers, *discard))
         self._clock = clock
         self.draining = False
         self.in_flight = 0
@@ -115,14 +80,15 @@ class Front:
     async def _answer(self, request: web.Request, api: Format) -> web.StreamResponse:
         begun, client_id = self._clock(), request_id(request.headers.get("X-Request-Id"))
         ctx: RequestContext | None = None
-        outcome, permit = Outcome(), self.admission.permit()
-        self._enter(api)
+        plan = self.plan
+        outcome, permit = Outcome(), plan.admission.permit()
+        self._enter(api, plan)
         try:
-            self._check_head(request)
+            self._check_head(request, plan)
             await permit.begin()
-            ctx = await self._read(request, api, client_id)
-            ctx.on_late_handover = partial(self._releaser.release, ctx)
-            return await self._run(request, ctx, permit, outcome)
+            ctx = await self._read(request, api, client_id, plan)
+            ctx.on_late_handover = partial(plan.releaser.release, ctx)
+            return await self._run(request, ctx, permit, outcome, plan)
         except asyncio.CancelledError:
             gone_as = ClientStalled if stalled(request) else ClientGone
             outcome.fail(gone_as("the client left, or took nothing"))
@@ -132,27 +98,27 @@ class Front:
             return web.Response(status=gone.status)  # never written: the connection is closed
         except ApiError as error:
             outcome.fail(error)
-            return await self._refuse(request, api, client_id, error)
+            return await self._refuse(request, api, client_id, error, plan)
         finally:
             try:
                 if ctx is not None:
                     await ctx.aclose()
-                    self._releaser.release(ctx)
+                    plan.releaser.release(ctx)
             finally:
                 permit.release()
-                self._leave(api)
+                self._leave(api, plan)
                 self._recorder.record(api, client_id, ctx, outcome, self._clock() - begun)
 
     async def _run(
-        self, request: web.Request, ctx: RequestContext, permit: Permit, outcome: Outcome
+        self, request: web.Request, ctx: RequestContext, permit: Permit, outcome: Outcome, plan: Plan
     ) -> web.StreamResponse:
-        exchange = Exchange(request, ctx, self._manner)
+        exchange = Exchange(request, ctx, plan.manner)
         # Before the heart may beat: a comment line would spend the status that a refusal needs.
         await permit.reserve(ctx)
         ctx.places = permit
         async with exchange:
             try:
-                await self._pipeline.run(ctx)
+                await plan.pipeline.run(ctx)
                 assert ctx.answer is not None
                 result = await exchange.send(ctx.answer)
                 outcome.done(result)
@@ -169,43 +135,45 @@ class Front:
         return result.response
 
     async def _refuse(
-        self, request: web.Request, api: Format | None, client_id: str, error: ApiError
+        self, request: web.Request, api: Format | None, client_id: str, error: ApiError, plan: Plan
     ) -> web.StreamResponse:
         if _expects_100(request):  # the body may come or not, so the next request's head cannot be told from it
             error.headers = {**error.headers, "Connection": "close"}
-        return await refuse(request, api, client_id, error, self._manner)
+        return await refuse(request, api, client_id, error, plan.manner)
 
-    def _enter(self, api: Format) -> None:
+    def _enter(self, api: Format, plan: Plan) -> None:
+        plan.enter()
         self.in_flight += 1
         self.idle.clear()
         self._metrics.in_flight.labels(api).inc()
 
-    def _leave(self, api: Format) -> None:
+    def _leave(self, api: Format, plan: Plan) -> None:
+        plan.leave()
         self.in_flight -= 1
         if not self.in_flight:
             self.idle.set()
         self._metrics.in_flight.labels(api).dec()
 
-    def _check_head(self, request: web.Request) -> None:
+    def _check_head(self, request: web.Request, plan: Plan) -> None:
         """Refuse what can be refused by the head alone, and before any waiting.
 
         Raises:
             Unauthorized, Unavailable.
         """
-        if self._keys is not None:
-            self._keys.check(request.headers)
+        if plan.keys is not None:
+            plan.keys.check(request.headers)
         if self.draining:
             raise Unavailable("this coordinator is shutting down; ask again", headers=_DRAINING)
 
-    async def _read(self, request: web.Request, api: Format, client_id: str) -> RequestContext:
-        routing = {name: value for name in self._routing_headers if (value := single(request, name)) is not None}
-        body = without_transfer_params(check(api, await self._intake.read_json(request)))
+    async def _read(self, request: web.Request, api: Format, client_id: str, plan: Plan) -> RequestContext:
+        routing = {name: value for name in plan.routing_headers if (value := single(request, name)) is not None}
+        body = without_transfer_params(check(api, await plan.intake.read_json(request)))
         return RequestContext(
             request_id=client_id,
             leg_id=leg_id(client_id),
             api=api,
             body=body,
-            headers=upstream_headers(header_pairs(request), self._drop),
+            headers=upstream_headers(header_pairs(request), plan.drop),
             routing=routing,
             stream=bool(body.get("stream")),
         )
@@ -214,10 +182,11 @@ class Front:
         """Answer ``Expect: 100-continue``, unless the head alone is refused: such a body is never sent."""
         if not _expects_100(request):
             return None  # RFC 9110, section 10.1.1: an expectation we do not know may be ignored
+        plan = self.plan
         try:
-            self._check_head(request)
-            self._intake.check_head(request)
-            self.admission.refuse_if_full()
+            self._check_head(request, plan)
+            plan.intake.check_head(request)
+            plan.admission.refuse_if_full()
         except ApiError:
             return None  # the handler comes to the same end, tells of it, and counts it
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -225,28 +194,36 @@ class Front:
         return None
 
     async def _list_models(self, request: web.Request) -> web.StreamResponse:
-        return await self._question(request, "models", None, self._questions.models)
+        plan = self.plan
+        return await self._question(request, "models", None, plan.questions.models, plan)
 
     async def _count_tokens(self, request: web.Request) -> web.StreamResponse:
-        permit = self.admission.permit()
+        plan = self.plan
+        permit = plan.admission.permit()
 
         async def count(headers: Headers, client_id: str) -> bytes:
             await permit.begin()
-            return await self._questions.count_tokens(headers, client_id, await self._intake.read_json(request))
+            return await plan.questions.count_tokens(headers, client_id, await plan.intake.read_json(request))
 
         try:
-            return await self._question(request, "count_tokens", Format.MESSAGES, count)
+            return await self._question(request, "count_tokens", Format.MESSAGES, count, plan)
         finally:
             permit.release()
 
     async def _question(
-        self, request: web.Request, route: str, api: Format | None, ask: Callable[[Headers, str], Awaitable[bytes]]
+        self,
+        request: web.Request,
+        route: str,
+        api: Format | None,
+        ask: Callable[[Headers, str], Awaitable[bytes]],
+        plan: Plan,
     ) -> web.StreamResponse:
         begun, client_id = self._clock(), request_id(request.headers.get("X-Request-Id"))
         outcome = Outcome(status=500)
+        plan.enter()
         try:
-            self._check_head(request)
-            body = await ask(upstream_headers(header_pairs(request), self._drop), client_id)
+            self._check_head(request, plan)
+            body = await ask(upstream_headers(header_pairs(request), plan.drop), client_id)
             outcome.status, outcome.word = 200, "ok"
             return web.Response(body=body, content_type="application/json", headers={"X-Request-Id": client_id})
         except asyncio.CancelledError:
@@ -254,26 +231,28 @@ class Front:
             raise
         except ApiError as error:
             outcome.fail(error)
-            return await self._refuse(request, api, client_id, error)
+            return await self._refuse(request, api, client_id, error, plan)
         finally:
+            plan.leave()
             self._recorder.record(route, client_id, None, outcome, self._clock() - begun)
 
     async def _healthz(self, request: web.Request) -> web.StreamResponse:
         return web.Response(text="ok\n")
 
     async def _readyz(self, request: web.Request) -> web.StreamResponse:
-        problems = ["shutting down"] if self.draining else self._readiness.problems()
+        problems = ["shutting down"] if self.draining else self.plan.readiness.problems()
         if problems:
             return web.Response(status=503, text="".join(f"{problem}\n" for problem in problems))
         return web.Response(text="ok\n")
 
     async def _guarded_metrics(self, request: web.Request) -> web.StreamResponse:
         """Answer /metrics on the main port, where clients are: they tell of everybody's load."""
+        plan = self.plan
         try:
-            if self._keys is not None:
-                self._keys.check(request.headers)
+            if plan.keys is not None:
+                plan.keys.check(request.headers)
         except ApiError as error:
-            return await refuse(request, None, request_id(request.headers.get("X-Request-Id")), error, self._manner)
+            return await refuse(request, None, request_id(request.headers.get("X-Request-Id")), error, plan.manner)
         return await self.metrics_page(request)
 
     async def metrics_page(self, request: web.Request) -> web.StreamResponse:

@@ -58,11 +58,11 @@ PLAIN = ("addresses", "admission", "headers", "pipeline", "metrics", "logs", "sh
 CORE = (*CONTRACT, *(f"coordinator.{name}" for name in PLAIN))
 WIRED = (
     *("fetch", "release", "retry", "upstream", "call", "relay", "server", "intake", "listener", "respond", "health"),
-    *("questions", "wire", "outcome"),
+    *("questions", "wire", "outcome", "plan"),
 )
 IO = (*family("coordinator.routing"), *(f"coordinator.{name}" for name in WIRED))
 CONFIG = tuple(f"coordinator.{name}" for name in ("config", "pools", "section", "environment", "problems", "yaml_file"))
-WIRING = ("coordinator.app", "coordinator.cli", "coordinator.demo")
+WIRING = ("coordinator.app", "coordinator.cli", "coordinator.demo", "coordinator.serve")
 STEPS_SHARE = ("steps.params", "steps.prompt")
 # With the packages that hold their own types: URL, CIMultiDict, ErrorDetails.
 AIOHTTP = ("aiohttp", "httptools", "multidict", "yarl")
@@ -140,7 +140,7 @@ TABLE = (
         f"the modules that do I/O (routing, {', '.join(WIRED)}) import aiohttp, envelope, the core, "
         "coordinator.units and one another",
         may=(*AIOHTTP, "coordinator.units", *ENVELOPE, *CORE, *IO),
-        types=("coordinator.config", "coordinator.keys"),
+        types=("coordinator.config", "coordinator.keys", "coordinator.watch"),
     ),
     Row(
         CONFIG,
@@ -175,7 +175,7 @@ TABLE = (
         may=(*ENVELOPE, *CORE),
         types=("coordinator.upstream",),
     ),
-    Row(WIRING, "app, cli and demo may import everything", may=("*",)),
+    Row(WIRING, "app, cli, demo and serve may import everything", may=("*",)),
     Row(("coordinator.__main__",), "coordinator.__main__ imports coordinator.cli", may=("coordinator.cli",)),
 )
 
@@ -183,6 +183,7 @@ TABLE = (
 IMPORTED_ONLY_BY = {
     "coordinator.app": WIRING,
     "coordinator.demo": WIRING,
+    "coordinator.serve": WIRING,
     "coordinator.cli": ("coordinator.__main__",),
     "steps": ("coordinator.registry", "steps.*", *WIRING),
     "steps.*": ("coordinator.registry", "steps.*", *WIRING),

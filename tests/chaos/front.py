@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from coordinator.app import READINESS, Runner, build
+from coordinator.app import FRONT, build
 from coordinator.config import Config
+from coordinator.listener import Runner
 from coordinator.retry import RetryBudget
 from tests.chaos.parrot import Parrot
 from tests.flows.conftest import BOUND_S, Running, merged, poll
@@ -74,7 +75,7 @@ async def fronted(shape: str, **limits: str) -> AsyncIterator[tuple[Running, Par
         stack.push_async_callback(runner.cleanup)
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         async with asyncio.timeout(BOUND_S):
-            await app[READINESS].until_ready()
+            await app[FRONT].plan.readiness.until_ready()
         yield Running(runner, app, config), parrot
 
 
@@ -157,7 +158,7 @@ async def leaks(at: Running, lines: Lines) -> dict[str, str]:
     """Wait until all is quiet; return what is not."""
     found = {}
     try:
-        await poll(lambda: not at.in_flight() and not at.front._releaser._tasks, 8.0)
+        await poll(lambda: not at.in_flight() and not at.front.plan.releaser._tasks, 8.0)
     except AssertionError:
         found["in flight"] = str(at.in_flight())
     gauges = [sample.value for family in at.front._metrics.in_flight.collect() for sample in family.samples]

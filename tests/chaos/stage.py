@@ -13,8 +13,9 @@ from unittest.mock import patch
 from aiohttp import web
 
 from coordinator import release
-from coordinator.app import READINESS, Runner, build
+from coordinator.app import FRONT, build
 from coordinator.config import Config
+from coordinator.listener import Runner
 from coordinator.retry import RetryBudget
 from coordinator.sim import Fault, SimFleet
 from tests.chaos.client import PATHS, body_of, read, wrong
@@ -196,7 +197,7 @@ class Stage:
         try:
             await poll(lambda: not self._at.in_flight(), SETTLES_S)
             await self._at.upstream.settle()
-            await poll(lambda: not self._at.front._releaser._tasks and not self._at.in_flight(), SETTLES_S)
+            await poll(lambda: not self._at.front.plan.releaser._tasks and not self._at.in_flight(), SETTLES_S)
         except AssertionError:
             verdict.blame("permits", self._at.in_flight())
         try:
@@ -282,7 +283,7 @@ async def stage(setup: Setup, lines: Lines, rng: random.Random) -> AsyncIterator
         stack.push_async_callback(runner.cleanup)
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         async with asyncio.timeout(BOUND_S):
-            await app[READINESS].until_ready()
+            await app[FRONT].plan.readiness.until_ready()
         yield Stage(setup, fleet, Running(runner, app, config), lines, rng)
 
 

@@ -40,7 +40,7 @@ class Pause:
 
 def pause_before_decode(at: Running) -> Pause:
     """Put a step that waits between prefill and decode."""
-    pipeline, pause = at.front._pipeline, Pause()
+    pipeline, pause = at.front.plan.pipeline, Pause()
     *before, decode = pipeline.steps
     pipeline.steps = (*before, pause, decode)
     return pause

@@ -21,8 +21,9 @@ from aiohttp import web
 from multidict import CIMultiDict
 from prometheus_client.parser import text_string_to_metric_families
 
-from coordinator.app import FRONT, READINESS, Runner, build
+from coordinator.app import FRONT, build
 from coordinator.config import Config
+from coordinator.listener import Runner
 from coordinator.sim import Received, SimFleet, SimWorker
 
 BOUND_S = 30.0
@@ -237,7 +238,7 @@ class Running:
         self.config = config
         self.url = url
         self.front = app[FRONT]
-        self.upstream = self.front._questions._upstream
+        self.upstream = self.front.plan.upstream
 
     def open(self, path: str, body: Any = None, **options: Any) -> Any:
         """Send a request and look at its answer while it comes: ``async with at.open(..) as live``.
@@ -455,7 +456,7 @@ async def coordinator(
         running.append(Running(runner, app, config))
         if ready:
             async with asyncio.timeout(BOUND_S):
-                await app[READINESS].until_ready()
+                await app[FRONT].plan.readiness.until_ready()
         return running[-1]
 
     yield start

@@ -29,7 +29,7 @@ def leaves_between(ask, eventually):
     """``await leaves_between(at)``: a client who goes when prefill has answered and decode has not been asked."""
 
     async def leave(at, path=CHAT, body=None, **fields):
-        pipeline = at.front._pipeline
+        pipeline = at.front.plan.pipeline
         steps, pause = pipeline.steps, pause_before_decode(at)
         async with at.open(path, body or ask(**fields)) as live:
             await eventually(pause.reached.is_set)
@@ -59,7 +59,7 @@ async def test_what_prefill_left_for_a_client_who_has_gone_is_delivered_all_the_
     assert handovers([leg]) == fleet.store.read
     await eventually(lambda: not at.in_flight())
     assert await at.count("coordinator_requests_total", outcome="client_gone") == 1
-    await eventually(lambda: at.front._releaser._tasks == set())
+    await eventually(lambda: at.front.plan.releaser._tasks == set())
     assert await at.count("coordinator_handovers_released_total", outcome="delivered") == 1
 
 
@@ -95,7 +95,7 @@ async def test_a_delivery_whose_answer_breaks_off_is_not_made_again(
         worker.behave.fault = Fault(truncate="cut")
     at = await coordinator(fleet, shape)
     await leaves_between(at)
-    await eventually(lambda: not at.front._releaser._tasks)
+    await eventually(lambda: not at.front.plan.releaser._tasks)
     assert len([leg for worker in fleet.decodes for leg in legs(worker)]) == 1
     assert await at.count("coordinator_handovers_released_total", outcome="LegFailed") == 1
 
@@ -148,7 +148,7 @@ async def test_a_decode_that_refuses_on_the_generate_route_strands_nothing(
     assert (got.status, got.error["message"]) == (400, "no")
     await eventually(lambda: not fleet.store.unread)
     assert len(set(handovers(legs(fleet.decode)))) == 1
-    await eventually(lambda: not at.front._releaser._tasks)
+    await eventually(lambda: not at.front.plan.releaser._tasks)
     assert await at.count("coordinator_handovers_released_total", outcome="delivered") == 1
 
 

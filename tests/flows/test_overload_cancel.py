@@ -57,7 +57,7 @@ async def test_a_cancel_at_each_await_a_thousand_times_leaves_nothing_behind(
 
     async def stepped(request, api):
         nonlocal at_await, waits, cancelled
-        assert all(0 < count <= most[key] for key, count in at.front.admission.held.items())
+        assert all(0 < count <= most[key] for key, count in at.front.plan.admission.held.items())
         run = Stepped(answer(request, api), at_await)
         at_await = at_await % (waits + 1) + 1  # 1 to the most that any has waited, and once beyond it
         try:
@@ -79,7 +79,7 @@ async def test_a_cancel_at_each_await_a_thousand_times_leaves_nothing_behind(
     at.front._answer = answer
     await eventually(lambda: not at.in_flight())
     assert waits > 5
-    assert (at.front.admission.held, at.front.admission.waiting) == ({}, 0)
+    assert (at.front.plan.admission.held, at.front.plan.admission.waiting) == ({}, 0)
     gauges = await at.metrics()
     assert gauges["coordinator_requests_queued"] == 0
     assert not any(value for name, value in gauges.items() if name.startswith("coordinator_requests_in_flight"))

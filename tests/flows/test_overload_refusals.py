@@ -48,7 +48,7 @@ async def asked(at, ask, eventually, worker, count):
 
 
 async def queued(at, eventually, count):
-    await eventually(lambda: at.front.admission.waiting == count)
+    await eventually(lambda: at.front.plan.admission.waiting == count)
     assert await at.count("coordinator_requests_queued") == count
 
 
@@ -177,7 +177,7 @@ async def test_a_place_at_prefill_is_free_when_its_leg_is_over(coordinator, flee
         async with at.open(CHAT, ask(stream=True, max_tokens=100)) as second:
             await second.head()
             assert (first.status, second.status) == (200, 200)
-            assert at.front.admission.held == {}
+            assert at.front.plan.admission.held == {}
             first.cut()
             second.cut()
 

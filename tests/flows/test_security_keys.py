@@ -7,7 +7,7 @@ import os
 import pytest
 from multidict import CIMultiDict
 
-from coordinator.app import WATCH, build
+from coordinator.app import build
 from coordinator.config import Config, ConfigError
 from coordinator.sim import Settings
 from tests.flows.conftest import config_tree
@@ -116,7 +116,7 @@ async def test_a_key_is_asked_for_before_a_body_is_waited_for(guarded):
 
 async def test_strangers_take_no_place_in_the_queue(keyed, fleet):
     at = await keyed(fleet, server={"api_keys": [KEY], "max_concurrency": 1, "queue_size": 0})
-    permit = at.front.admission.permit()
+    permit = at.front.plan.admission.permit()
     await permit.begin()
     try:
         assert (await at.chat()).status == 401
@@ -200,18 +200,18 @@ async def test_keys_in_files_are_read_again_when_the_files_change(keyed, fleet, 
     assert (await at.chat("a", BEARER)).status == 200
     clients.write_text(OTHER)
     decode.write_text("second-one\n")
-    await at._runner.app[WATCH].look()
+    await at.front.plan.watch.look()
     assert (await at.chat("b", BEARER)).status == 401
     assert (await at.chat("c", ("x-api-key", OTHER))).status == 200
     assert sent(fleet.decode, "Authorization") == ["Bearer first", "Bearer second-one"]
     os.remove(clients)
-    await at._runner.app[WATCH].look()
+    await at.front.plan.watch.look()
     assert (await at.chat("d", ("x-api-key", OTHER))).status == 200
     clients.write_text("")
-    await at._runner.app[WATCH].look()
+    await at.front.plan.watch.look()
     assert (await at.chat("e", ("x-api-key", OTHER))).status == 401
     clients.write_text(OTHER)
-    await at._runner.app[WATCH].look()
+    await at.front.plan.watch.look()
 
 
 async def test_a_key_of_the_environment_is_read_at_the_start(coordinator, fleet, monkeypatch):

@@ -1,0 +1,96 @@
+"""What requests are answered by: all that a configuration says, apart from where the coordinator listens.
+
+A request keeps the plan with which it began, to its end. So a plan can be put in another's place at any time: the old
+one is retired, and closes its connections and its tasks when its last request is over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Sequence
+    from typing import Any
+
+    from coordinator.admission import Admission
+    from coordinator.config import Config
+    from coordinator.fetch import HttpMediaFetcher
+    from coordinator.health import Readiness
+    from coordinator.intake import Intake
+    from coordinator.keys import Keys
+    from coordinator.pipeline import Pipeline
+    from coordinator.questions import Questions
+    from coordinator.release import Releaser
+    from coordinator.respond import Manner
+    from coordinator.upstream import HttpUpstream
+    from coordinator.watch import Watch
+
+
+@dataclass(eq=False, kw_only=True)
+class Plan:
+    """
+    Attributes:
+        keys: of which clients must have one; None lets everybody in.
+        routing_headers: lower-case names of the headers that name workers.
+        drop: lower-case names of headers that go no further than here: those, those that only workers may set
+            (``forward_response_headers``), and clients' keys where they are checked here.
+        watch: the files that hold keys.
+        background: what runs as long as the plan does, beside its requests; each is cancelled at its end.
+    """
+
+    config: Config
+    keys: Keys | None
+    admission: Admission
+    pipeline: Pipeline
+    releaser: Releaser
+    intake: Intake
+    manner: Manner
+    readiness: Readiness
+    questions: Questions
+    upstream: HttpUpstream
+    media: HttpMediaFetcher
+    watch: Watch
+    routing_headers: tuple[str, ...]
+    drop: frozenset[str]
+    background: Sequence[Callable[[], Coroutine[Any, Any, None]]] = ()
+
+    in_use: int = field(default=0, init=False)
+    _retired: bool = field(default=False, init=False)
+    _over: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+
+    def enter(self) -> None:
+        """Count a request that begins."""
+        self.in_use += 1
+
+    def leave(self) -> None:
+        """Count a request that is over, and has let go of all that it held."""
+        self.in_use -= 1
+        if self._retired and not self.in_use:
+            self._over.set()
+
+    def retire(self) -> None:
+        """Let ``run`` end when the last request is over; no more begin."""
+        self._retired = True
+        if not self.in_use:
+            self._over.set()
+
+    def end(self) -> None:
+        """Let ``run`` end now; whatever requests there are have been given up."""
+        self._over.set()
+
+    async def run(self) -> None:
+        """Open what the plan works with, and close it when it is over."""
+        await self.media.start()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                running = [tasks.create_task(work()) for work in self.background]
+                await self._over.wait()
+                for task in running:
+                    task.cancel()
+        finally:
+            await self.upstream.settle()
+            await self.releaser.close()
+            await self.upstream.close()
+            await self.media.close()
