@@ -6,13 +6,15 @@ VLLM_VERSION ?= 0.33
 ARGS ?=
 
 BIN := $(VENV)/bin
-# A stamp per set of packages: newer than pyproject.toml means that the set is installed.
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+# A stamp per set of packages: newer than its lock means that the set is installed.
 DEMO := $(VENV)/.demo
 DEV := $(VENV)/.dev
 BENCH := $(VENV)/.bench
+RELEASE := $(VENV)/.release
 
 .DEFAULT_GOAL := help
-.PHONY: help install fmt lint types test cov chaos demo e2e bench bench-peers check clean
+.PHONY: help install fmt lint types test cov chaos demo e2e bench bench-peers check lock audit image dist clean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -55,6 +57,18 @@ types: $(DEV)  ## mypy, strict
 
 check: lint types test  ## what a change must pass before it is sent
 
+lock: $(RELEASE)  ## pin what pyproject.toml asks for, in requirements/: make lock ARGS=--upgrade
+	PATH=$(abspath $(BIN)):$$PATH scripts/lock $(ARGS)
+
+dist: $(RELEASE)  ## wheel, sdist, bill of materials and checksums, in dist/
+	PATH=$(abspath $(BIN)):$$PATH scripts/dist
+
+image: | $(BIN)/python  ## do the steps of deploy/Dockerfile without an engine, and start what they make
+	$(BIN)/python scripts/image.py
+
+audit: | $(BIN)/python  ## ask the package index whether a pinned package has a known vulnerability
+	$(BIN)/python scripts/audit.py $(ARGS)
+
 clean:  ## remove .venv, caches and builds
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage htmlcov
 	find coordinator steps envelope tests bench -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -64,15 +78,25 @@ $(BIN)/python:
 	  + ": make PYTHON=python3.12 ..." if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
 
-$(DEMO): pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[demo]'
+# What is installed is what the lock names, by hash; the tree itself comes last, and brings nothing.
+define install
+$(PIP) install --quiet --require-hashes -r requirements/build.txt $(1:%=-r requirements/%.txt)
+$(PIP) install --quiet --no-deps --no-build-isolation -e .
+endef
+
+$(DEMO): requirements/demo.txt pyproject.toml | $(BIN)/python
+	$(call install,demo)
 	@touch $@
 
 # The dev set contains the demo set.
-$(DEV): pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+$(DEV): requirements/dev.txt pyproject.toml | $(BIN)/python
+	$(call install,dev)
 	@touch $(DEMO) $@
 
-$(BENCH): pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[bench]'
+$(BENCH): requirements/bench.txt pyproject.toml | $(BIN)/python
+	$(call install,bench)
+	@touch $@
+
+$(RELEASE): requirements/release.txt pyproject.toml | $(BIN)/python
+	$(call install,release)
 	@touch $@

@@ -349,9 +349,9 @@ def copied() -> list[str]:
 
 
 def test_the_dockerfile_copies_what_the_wheel_is_built_from() -> None:
-    packages = [name.rstrip("*") for name in PROJECT["tool"]["setuptools"]["packages"]["find"]["include"]]
+    packages = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
     read = [PROJECT["project"]["readme"], *PROJECT["project"]["license-files"]]
-    assert sorted(copied()) == sorted(["pyproject.toml", *read, *packages])
+    assert sorted(copied()) == sorted(["pyproject.toml", "requirements", *read, *packages])
     for source in copied():
         assert (ROOT / source).exists(), source
 

@@ -447,5 +447,5 @@ def test_each_row_is_about_a_module_that_is_there() -> None:
 def test_the_packages_are_listed_by_name_in_pyproject() -> None:
     """Automatic discovery would ship tests/ and bench/ as top-level packages too."""
     with (ROOT / "pyproject.toml").open("rb") as file:
-        found = tomllib.load(file)["tool"]["setuptools"]["packages"]["find"]["include"]
-    assert sorted(found) == sorted(f"{package}*" for package in PACKAGES)
+        found = tomllib.load(file)["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+    assert sorted(found) == sorted(PACKAGES)
