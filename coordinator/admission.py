@@ -91,6 +91,10 @@ class _Gate:
                 del self.held[key]
         self._advance()
 
+    @property
+    def waiting(self) -> int:
+        return len(self._line)
+
     def full(self, wanted: Wanted) -> list[Hashable]:
         return [key for key, limit in wanted if self.held.get(key, 0) >= limit]
 
@@ -126,6 +130,7 @@ class Admission:
         queue_size: how many requests may wait, for whatever they wait.
         queue_timeout_s: how long one request may wait in all; None is no limit.
         clock: monotonic seconds.
+        after: whose place this one takes. What its requests hold counts here too, and who waits there comes first.
     """
 
     def __init__(
@@ -137,6 +142,7 @@ class Admission:
         queue_timeout_s: float | None,
         events: QueueEvents,
         clock: Callable[[], float],
+        after: Admission | None = None,
     ) -> None:
         self._begin: Wanted = (("server", max_concurrency),) if max_concurrency else ()
         self._places = dict(places)
@@ -144,9 +150,13 @@ class Admission:
         self._queue_timeout_s = queue_timeout_s
         self._events = events
         self._clock = clock
-        self._front = _Gate()
-        self._roles = _Gate()
-        self.waiting = 0
+        self._front: _Gate = _Gate() if after is None else after._front
+        self._roles: _Gate = _Gate() if after is None else after._roles
+
+    @property
+    def waiting(self) -> int:
+        """How many requests wait for a place, of whatever kind."""
+        return self._front.waiting + self._roles.waiting
 
     @property
     def held(self) -> dict[Hashable, int]:
@@ -238,13 +248,11 @@ class Permit:
         admission._check_queue(who)
         limit_s = admission._queue_timeout_s
         since, outcome = admission._clock(), "left"
-        admission.waiting += 1
         admission._events.queued(1)
         try:
             in_time = await gate.wait(wanted, None if limit_s is None else max(limit_s - self._waited_s, 0.0))
             outcome = "let_in" if in_time else "timeout"
         finally:
-            admission.waiting -= 1
             admission._events.queued(-1)
             waited_s = admission._clock() - since
             self._waited_s += waited_s

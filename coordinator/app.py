@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 from aiohttp import web
@@ -20,7 +21,7 @@ from coordinator.intake import Intake
 from coordinator.listener import PATIENCE, Patience, json_errors
 from coordinator.metrics import Metrics
 from coordinator.pipeline import Pipeline
-from coordinator.plan import Plan
+from coordinator.plan import Plan, Plans
 from coordinator.problems import Path, show_path
 from coordinator.questions import Questions
 from coordinator.release import Releaser
@@ -51,6 +52,10 @@ if TYPE_CHECKING:
     from coordinator.tls import Certificate
 
 FRONT = web.AppKey("front", Front)
+PLANS = web.AppKey("plans", Plans)
+# Makes the plan of another configuration, to take the place of the one it is given.
+PLAN_OF: web.AppKey[partial[Plan]] = web.AppKey("plan_of", partial)
+METRICS = web.AppKey("metrics", Metrics)
 # Of the main port and of that of the metrics; None is plain HTTP.
 CERTIFICATES: web.AppKey[tuple[Certificate | None, Certificate | None]] = web.AppKey("certificates", tuple)
 # The certificates' files: they are the listener's, and outlive a plan.
@@ -70,10 +75,14 @@ def build(config: Config) -> web.Application:
     server, credentials = config.server, Credentials(os.environ, config.sources)
     main = credentials.certificate(server, "cert_path", watch) if server.secure_serving else None
     certificates = main, credentials.certificate(server, "metrics_cert_dir", watch)
-    front = Front(plan(config, metrics, credentials), apis=SERVED, metrics=metrics, clock=time.monotonic)
+    plan_of = partial(plan, metrics)
+    front = Front(plan_of(config, credentials), apis=SERVED, metrics=metrics, clock=time.monotonic)
     # Sizes are ours to check, with an error body that aiohttp's own 413 does not have.
     app = web.Application(client_max_size=0, middlewares=[json_errors])
     app[FRONT] = front
+    app[PLAN_OF] = plan_of
+    app[METRICS] = metrics
+    app[PLANS] = Plans(front.plan, partial(setattr, front, "plan"))
     app[PATIENCE] = Patience(
         server.write_stall_timeout or None,
         server.read_header_timeout or None,
@@ -86,8 +95,11 @@ def build(config: Config) -> web.Application:
     return app
 
 
-def plan(config: Config, metrics: Metrics, credentials: Credentials) -> Plan:
+def plan(metrics: Metrics, config: Config, credentials: Credentials, before: Plan | None = None) -> Plan:
     """Return what requests are answered by; nothing is opened before it runs.
+
+    Args:
+        before: the plan whose place it will take, and with which it shares the places that requests hold.
 
     Raises:
         ConfigError: as ``build``.
@@ -111,6 +123,7 @@ def plan(config: Config, metrics: Metrics, credentials: Credentials) -> Plan:
             queue_timeout_s=server.queue_timeout or None,
             events=metrics,
             clock=time.monotonic,
+            after=None if before is None else before.admission,
         ),
         pipeline=Pipeline(steps, upstream, metrics, time.monotonic),
         releaser=Releaser(decode.release_leg, upstream, metrics),
@@ -135,13 +148,10 @@ def plan(config: Config, metrics: Metrics, credentials: Credentials) -> Plan:
 
 async def _running(app: web.Application) -> AsyncIterator[None]:
     """Run what the front answers by, and what the listener needs, as long as the application runs."""
-    current = app[FRONT].plan
-    async with asyncio.TaskGroup() as tasks:
+    async with app[PLANS], asyncio.TaskGroup() as tasks:
         watching = tasks.create_task(app[WATCH].run())
-        tasks.create_task(current.run())
         yield
         watching.cancel()
-        current.end()
 
 
 def links(config: Config, steps: Sequence[Step], credentials: Credentials | Closed) -> dict[str, RoleLink]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import logging
 import os
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from coordinator import registry
 from coordinator.config import ConfigError, load
-from coordinator.logs import TRACE, set_up
+from coordinator.logs import LEVELS, set_up
 from envelope.errors import ApiError
 from envelope.formats import PATHS, Format
 from envelope.json_codec import JSONDecodeError, loads
@@ -30,8 +29,6 @@ if TYPE_CHECKING:
     from coordinator.step import Step
 
 FAILED, WRONG, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141
-
-_LEVELS = {"warning": logging.WARNING, "info": logging.INFO, "debug": logging.DEBUG, "trace": TRACE}
 
 
 class NoEvents:
@@ -99,9 +96,9 @@ def _serve(args: argparse.Namespace) -> int:
     from coordinator.serve import serve
 
     config = _load(args)
-    set_up(_LEVELS[config.log_level], config.log_format)
+    set_up(LEVELS[config.log_level], config.log_format)
     try:
-        return run(serve(config))
+        return run(serve(config, args.config))
     except OSError as error:  # the port is taken, or not ours to bind
         told = error.strerror or str(error)
         key = "metrics_port" if f", {config.server.metrics_port})" in told else "listen_addr"
@@ -177,7 +174,7 @@ def _schema(args: argparse.Namespace) -> int:
 def _demo(args: argparse.Namespace) -> int:
     from coordinator.demo import demo
 
-    set_up(_LEVELS["info"], "human")
+    set_up(LEVELS["info"], "human")
     return run(demo(args.port, args.ask, args.stream))
 
 

@@ -254,6 +254,16 @@ class Pipeline(Section):
     steps: tuple[StepConfig, ...] = Field(min_length=1, description="the steps, in the order in which they run")
 
 
+class File(Section):
+    """The file itself."""
+
+    watch: bool = Field(
+        False,
+        description="apply the file when it changes, as SIGHUP does: as a whole or not at all; requests under way end "
+        "as they began",
+    )
+
+
 class Config(Section):
     """The whole file."""
 
@@ -266,6 +276,7 @@ class Config(Section):
     tracing: Annotated[bool, _unless_set("tracing")] = Field(
         False, description="OpenTelemetry spans; only false for now"
     )
+    config: File = Field(default_factory=File, description="the file itself")
     server: Server = Field(default_factory=Server, description="the coordinator's own listener")
     gateway: Gateway | None = Field(None, description="one gateway that picks the worker of every leg")
     pools: Pools = Field(default_factory=Pools, description="the workers of each role, picked here")

@@ -44,13 +44,18 @@ class RoleProbe:
 
 
 class Readiness:
-    """What ``/readyz`` says, renewed every ``interval_s`` seconds by ``run``."""
+    """What ``/readyz`` says, renewed every ``interval_s`` seconds by ``run``.
+
+    Attributes:
+        asked: every role has been asked once, whatever it said.
+    """
 
     def __init__(self, probes: Sequence[RoleProbe], interval_s: float) -> None:
         self._probes = tuple(probes)
         self._interval_s = interval_s
         self._problems = {probe.role: f"{probe.role}: not asked yet" for probe in self._probes}
         self._ready = asyncio.Event()
+        self.asked = asyncio.Event()
         self._proven: set[str] = set()  # workers whose scale-out routes are known to be on
 
     def problems(self) -> list[str]:
@@ -70,6 +75,7 @@ class Readiness:
                 async with asyncio.TaskGroup() as tasks:
                     for probe in self._probes:
                         tasks.create_task(self._renew(probe, session))
+                self.asked.set()
                 if not self._problems:
                     self._ready.set()
                 await asyncio.sleep(self._interval_s)

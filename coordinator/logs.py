@@ -13,6 +13,7 @@ from typing import Any
 from envelope.json_codec import dumps
 
 TRACE = 5
+LEVELS = {"warning": logging.WARNING, "info": logging.INFO, "debug": logging.DEBUG, "trace": TRACE}
 
 access = logging.getLogger("coordinator.access")
 log = logging.getLogger("coordinator")

@@ -113,6 +113,13 @@ class Metrics:
             registry=registry,
         )
 
+        self.config_reloads = Counter(
+            "coordinator_config_reloads",
+            "Times that the file was read again while running, by result: applied, unchanged, refused.",
+            ["result"],
+            registry=registry,
+        )
+
     def queued(self, change: int) -> None:
         self.requests_queued.inc(change)
 

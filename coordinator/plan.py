@@ -7,11 +7,15 @@ one is retired, and closes its connections and its tasks when its last request i
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from coordinator.routing.pool import PoolRouter
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
+    from types import TracebackType
     from typing import Any
 
     from coordinator.admission import Admission
@@ -70,6 +74,13 @@ class Plan:
         if self._retired and not self.in_use:
             self._over.set()
 
+    def take_over(self, before: Plan) -> None:
+        """Keep what is known of workers that both plans have: how much each of them has to do."""
+        for role, link in self.upstream.links.items():
+            earlier = before.upstream.links.get(role)
+            if earlier is not None and isinstance(link.router, PoolRouter) and isinstance(earlier.router, PoolRouter):
+                link.router.members.take_over(earlier.router.members)
+
     def retire(self) -> None:
         """Let ``run`` end when the last request is over; no more begin."""
         self._retired = True
@@ -94,3 +105,43 @@ class Plan:
             await self.releaser.close()
             await self.upstream.close()
             await self.media.close()
+
+
+class Plans:
+    """The plan in place, and those before it whose last requests are still under way.
+
+    Args:
+        install: puts another plan in place for the requests that come.
+    """
+
+    def __init__(self, first: Plan, install: Callable[[Plan], None]) -> None:
+        self._running = [first]
+        self._install = install
+        self._tasks = asyncio.TaskGroup()
+
+    async def __aenter__(self) -> Plans:
+        await self._tasks.__aenter__()
+        self._start(self._running[0])
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for plan in self._running:
+            plan.end()
+        await self._tasks.__aexit__(kind, error, trace)
+
+    async def replace(self, new: Plan, asked_within_s: float) -> None:
+        """Put a plan in place once it has asked its workers, or after so long; retire the one before it."""
+        before = self._running[-1]
+        self._running.append(new)
+        self._start(new)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(asked_within_s):
+                await new.readiness.asked.wait()
+        new.take_over(before)
+        self._install(new)
+        before.retire()
+
+    def _start(self, plan: Plan) -> None:
+        self._tasks.create_task(plan.run()).add_done_callback(lambda _: self._running.remove(plan))

@@ -36,7 +36,7 @@ class Watch:
 
         It is called in a thread, and should replace what it renews at once.
         """
-        self._watched.append(_Watched(tuple(files), read, _mark(files)))
+        self._watched.append(_Watched(tuple(files), read, mark(files)))
 
     async def run(self) -> None:
         """Look for ever; the owner cancels."""
@@ -50,7 +50,7 @@ class Watch:
 
     def _look(self) -> None:
         for watched in self._watched:
-            now = _mark(watched.files)
+            now = mark(watched.files)
             if now == watched.seen:
                 continue
             watched.seen = now
@@ -62,7 +62,7 @@ class Watch:
                 log.info("read again: %s", ", ".join(watched.files))
 
 
-def _mark(files: Sequence[str]) -> Mark:
+def mark(files: Sequence[str]) -> Mark:
     return tuple(map(_mark_of, files))
 
 

@@ -62,7 +62,7 @@ WIRED = (
 )
 IO = (*family("coordinator.routing"), *(f"coordinator.{name}" for name in WIRED))
 CONFIG = tuple(f"coordinator.{name}" for name in ("config", "pools", "section", "environment", "problems", "yaml_file"))
-WIRING = ("coordinator.app", "coordinator.cli", "coordinator.demo", "coordinator.serve")
+WIRING = ("coordinator.app", "coordinator.cli", "coordinator.demo", "coordinator.serve", "coordinator.reload")
 STEPS_SHARE = ("steps.params", "steps.prompt")
 # With the packages that hold their own types: URL, CIMultiDict, ErrorDetails.
 AIOHTTP = ("aiohttp", "httptools", "multidict", "yarl")
@@ -175,7 +175,7 @@ TABLE = (
         may=(*ENVELOPE, *CORE),
         types=("coordinator.upstream",),
     ),
-    Row(WIRING, "app, cli, demo and serve may import everything", may=("*",)),
+    Row(WIRING, "app, cli, demo, serve and reload may import everything", may=("*",)),
     Row(("coordinator.__main__",), "coordinator.__main__ imports coordinator.cli", may=("coordinator.cli",)),
 )
 
@@ -184,6 +184,7 @@ IMPORTED_ONLY_BY = {
     "coordinator.app": WIRING,
     "coordinator.demo": WIRING,
     "coordinator.serve": WIRING,
+    "coordinator.reload": WIRING,
     "coordinator.cli": ("coordinator.__main__",),
     "steps": ("coordinator.registry", "steps.*", *WIRING),
     "steps.*": ("coordinator.registry", "steps.*", *WIRING),

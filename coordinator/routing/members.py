@@ -45,3 +45,18 @@ class Members:
         if (workers := tuple(now.values())) != self.workers:
             self.workers = workers
             self.generation += 1
+
+    def take_over(self, before: Members) -> None:
+        """Keep what is known of the workers that were members before: a new plan takes an old one's place.
+
+        One that is now sent other headers, such as another key, is a new worker: requests of the old plan may still be
+        under way, and go on with theirs.
+        """
+        if list(before._headers) != list(self._headers):
+            return
+        urls = [worker.url for worker in self.workers]
+        self._leaving = {worker.url: worker for worker in (*before.leaving, *before.workers)}
+        for worker in self._leaving.values():
+            worker.headers = self._headers  # which are renewed from here on, and the old plan's no more
+        self.workers = ()
+        self.replace(urls)

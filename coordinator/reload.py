@@ -1,0 +1,127 @@
+"""Another file takes the place of the one that is running: as a whole, or not at all.
+
+The new plan is made and has asked its workers once before a request meets it, so nobody waits for it. Requests that
+are under way go on with the plan they began with. What belongs to the listener can only be changed by a restart; a
+file that changes any of it is refused, and the keys are named.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import TYPE_CHECKING
+
+from coordinator.app import FRONT, METRICS, PLAN_OF, PLANS
+from coordinator.credentials import Credentials
+from coordinator.logs import LEVELS, log, set_up
+from coordinator.problems import ConfigError
+from coordinator.watch import mark
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from aiohttp import web
+
+    from coordinator.config import Config
+
+# Of ``server``: what the listener was made with.
+AT_START = (
+    *("listen_addr", "metrics_port", "max_header_size"),
+    *("read_header_timeout", "idle_timeout", "write_stall_timeout"),
+    *("secure_serving", "cert_path", "tls_min_version", "tls_cipher_suites", "metrics_cert_dir"),
+)
+
+# A worker that does not answer is waited for so long (``health``), and a little longer.
+_ASKED_WITHIN_S = 5.0
+_LOOK_EVERY_S = 5.0
+
+
+def check(old: Config, new: Config) -> None:
+    """
+    Raises:
+        ConfigError: the new configuration changes what only a restart can change.
+    """
+    changed = [key for key in AT_START if getattr(old.server, key) != getattr(new.server, key)]
+    if changed:
+        sentence = "changing it takes a restart; put it back, or restart with this file"
+        raise ConfigError([new.sources.problem(("server", key), sentence) for key in changed])
+
+
+class Reloader:
+    """Applies what the file holds now, each time it is asked to.
+
+    Args:
+        read: reads and validates the file, with the environment's overrides.
+
+    Attributes:
+        problems: why the file that was read last was refused; empty when it is the one that runs.
+    """
+
+    def __init__(self, app: web.Application, read: Callable[[], Config]) -> None:
+        self._app = app
+        self._read = read
+        self._asked = asyncio.Event()
+        self.problems: list[str] = []
+
+    def ask(self) -> None:
+        """Apply the file soon; being asked again meanwhile means once more."""
+        self._asked.set()
+
+    async def run(self) -> None:
+        """Do as asked, for ever; the owner cancels."""
+        while True:
+            await self._asked.wait()
+            self._asked.clear()
+            await self.reload()
+
+    async def reload(self) -> str:
+        """Read the file and apply it; return what became of it: ``applied``, ``unchanged`` or ``refused``."""
+        try:
+            config = await asyncio.to_thread(self._read)
+            result = await self.apply(config)
+            self.problems = []
+        except ConfigError as error:
+            self.problems, result = error.problems, "refused"
+            for problem in error.problems:
+                log.error("the configuration was not reloaded, and what ran before goes on: %s", problem)
+        except Exception:  # whatever is wrong with a new file, or with us: those who are served are not to pay for it
+            log.exception("the configuration was not reloaded by a fault of the coordinator; what ran before goes on")
+            self.problems, result = ["a fault of the coordinator; its log has the details"], "refused"
+        self._app[METRICS].config_reloads.labels(result).inc()
+        return result
+
+    async def apply(self, config: Config) -> str:
+        """
+        Raises:
+            ConfigError: it cannot be applied; nothing has been changed.
+        """
+        before = self._app[FRONT].plan
+        if config == before.config:
+            log.info("the configuration has not changed")
+            return "unchanged"
+        check(before.config, config)
+        new = self._app[PLAN_OF](config, Credentials(os.environ, config.sources), before)
+        await self._app[PLANS].replace(new, _ASKED_WITHIN_S)
+        if (config.log_level, config.log_format) != (before.config.log_level, before.config.log_format):
+            set_up(LEVELS[config.log_level], config.log_format)
+        log.info("the configuration was reloaded", extra={"fields": {"in_flight_on_the_old_one": before.in_use}})
+        return "applied"
+
+
+class FileWatch:
+    """Says whether a file has changed since it was asked the last time; a mounted ConfigMap is swapped silently."""
+
+    def __init__(self, path: str) -> None:
+        self._files = (path,)
+        self._seen = mark(self._files)
+
+    def changed(self) -> bool:
+        seen, self._seen = self._seen, mark(self._files)
+        return seen != self._seen
+
+    async def run(self, changed: Callable[[], None]) -> None:
+        """Look every few seconds, for ever; the owner cancels."""
+        while True:
+            await asyncio.sleep(_LOOK_EVERY_S)
+            if await asyncio.to_thread(self.changed):
+                changed()

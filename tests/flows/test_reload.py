@@ -1,0 +1,287 @@
+"""Another configuration takes the place of the one that runs: under load, as a whole or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import pytest
+import yaml
+from aiohttp import web
+
+from coordinator.app import FRONT, PLANS, build
+from coordinator.config import Config, load
+from coordinator.listener import Runner
+from coordinator.problems import ConfigError
+from coordinator.reload import AT_START, FileWatch, Reloader, check
+from tests.flows.conftest import merged
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+    from contextlib import AsyncExitStack
+    from pathlib import Path
+
+CHAT = "/v1/chat/completions"
+DONE = b"data: [DONE]\n\n"
+REQUESTS, AT_ONCE = 1000, 16
+
+
+async def healthy(_request: web.Request) -> web.Response:
+    return web.Response()
+
+
+class Site:
+    """A prefill and a decode worker that know one another: what is handed over elsewhere is refused with a 500."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.prefill = self.decode = ""
+        self.answered = 0
+
+    async def answer(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        handed = body.get("kv_transfer_params") or {}
+        if handed.get("do_remote_decode"):
+            who = {"remote_host": "h", "remote_port": 1, "remote_request_id": request.headers["X-Request-Id"]}
+            left = {"do_remote_prefill": True, "remote_engine_id": self.name, "remote_block_ids": [[1]], **who}
+            first = {"index": 0, "finish_reason": "length"}
+            return web.json_response({"choices": [first], "kv_transfer_params": left})
+        if handed.get("remote_engine_id") != self.name:
+            return web.json_response({"error": {"message": f"{handed} is not of {self.name}"}}, status=500)
+        self.answered += 1
+        message = {"role": "assistant", "content": self.name}
+        return web.json_response({"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]})
+
+
+@pytest.fixture
+async def site(stack: AsyncExitStack) -> Callable[[str], Any]:
+    async def start(name: str) -> Site:
+        made, app = Site(name), web.Application()
+        app.router.add_post(CHAT, made.answer)
+        app.router.add_get("/health", healthy)
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        stack.push_async_callback(runner.cleanup)
+        for _ in range(2):
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+        made.prefill, made.decode = (f"http://127.0.0.1:{port}" for _, port in runner.addresses)
+        return made
+
+    return start
+
+
+def tree(*decodes: str, prefill: str | None = None, **changes: Any) -> dict[str, Any]:
+    pools: dict[str, Any] = {"decode": {"endpoints": list(decodes), "policy": "least_inflight"}}
+    steps = [{"type": "decode"}]
+    if prefill:
+        pools["prefill"], steps = {"endpoints": [prefill]}, [{"type": "prefill"}, *steps]
+    server = {"listen_addr": "127.0.0.1:0", "readiness_interval": "1h", "heartbeat_after": 0}
+    return {
+        "log_level": "warning",
+        "server": {**server, **changes.pop("server", {})},
+        "pools": pools,
+        "pipeline": {"kv_connector": "kv-nixl", "steps": steps},
+        **changes,
+    }
+
+
+class Served:
+    """A coordinator that serves the file it is given."""
+
+    def __init__(self, app: web.Application, url: str, path: Path) -> None:
+        self.app, self.url, self.path = app, url, path
+        self.reloader = Reloader(app, partial(load, str(path), {}))
+
+    def write(self, changed: Any) -> None:
+        self.path.write_text(changed if isinstance(changed, str) else yaml.safe_dump(changed))
+
+    async def reload(self, changed: Any) -> str:
+        self.write(changed)
+        return await self.reloader.reload()
+
+    @property
+    def plans(self) -> int:
+        """How many plans are not over yet."""
+        return len(self.app[PLANS]._running)
+
+
+@pytest.fixture
+def served(stack: AsyncExitStack, tmp_path: Path) -> Callable[[Any], Any]:
+    async def start(first: Any) -> Served:
+        path = tmp_path / "pd.yaml"
+        path.write_text(yaml.safe_dump(first))
+        app = build(load(str(path), {}))
+        runner = Runner(app, 32768)
+        await runner.setup()
+        stack.push_async_callback(runner.cleanup)
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        at = Served(app, f"http://127.0.0.1:{runner.addresses[0][1]}", path)
+        async with asyncio.timeout(10):
+            await app[FRONT].plan.readiness.until_ready()
+        return at
+
+    return start
+
+
+@asynccontextmanager
+async def held(at: Served, dial: Any, ask: Any) -> AsyncIterator[Any]:
+    """A stream that has begun."""
+    async with dial(at.url, CHAT, ask(stream=True)) as live:
+        await live.head()
+        await live.event()
+        yield live
+
+
+def delta(content: str) -> bytes:
+    return b"data: " + json.dumps({"choices": [{"index": 0, "delta": {"content": content}}]}).encode() + b"\n\n"
+
+
+async def test_a_thousand_requests_while_the_file_goes_to_and_fro_none_fails_and_none_mixes_plans(
+    served: Any, site: Any, ask: Any, eventually: Any
+) -> None:
+    a, b = await site("a"), await site("b")
+    trees = [tree(of.decode, prefill=of.prefill) for of in (a, b)]
+    at: Served = await served(trees[0])
+    left, statuses, reloads = REQUESTS, list[int](), 0
+
+    async def client(session: aiohttp.ClientSession) -> None:
+        nonlocal left
+        while left > 0:
+            left -= 1
+            async with session.post(at.url + CHAT, json=ask()) as answer:
+                await answer.read()
+                statuses.append(answer.status)
+
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        clients = [asyncio.create_task(client(session)) for _ in range(AT_ONCE)]
+        while left > 0:
+            reloads += 1
+            assert await at.reload(trees[reloads % 2]) == "applied"
+            await asyncio.sleep(0.05)
+        async with asyncio.timeout(30):
+            await asyncio.gather(*clients)
+    assert statuses == [200] * REQUESTS
+    assert reloads >= 3 and min(a.answered, b.answered) > 0 and a.answered + b.answered == REQUESTS
+    await eventually(lambda: at.plans == 1)
+
+
+async def test_a_request_under_way_ends_on_the_old_plan_which_is_closed_behind_it(
+    served: Any, scripted: Any, dial: Any, ask: Any, eventually: Any
+) -> None:
+    gate = asyncio.Event()
+    old, new = (
+        await scripted(scripted.sse(delta("old"), gate, delta("!"), DONE)),
+        await scripted(scripted.sse(delta("new"), DONE)),
+    )
+    at: Served = await served(tree(old.url))
+    async with held(at, dial, ask) as live:
+        assert await at.reload(tree(new.url)) == "applied"
+        async with held(at, dial, ask) as later:
+            assert (await later.rest()).text == "new"
+        assert at.plans == 2
+        gate.set()
+        got = await live.rest()
+        assert (got.whole, got.text) == (True, "old!")
+    await eventually(lambda: at.plans == 1)
+    assert (len(old.received), len(new.received)) == (1, 1)
+
+
+async def test_a_worker_that_stays_keeps_the_count_of_its_legs(served: Any, scripted: Any, dial: Any, ask: Any) -> None:
+    """The held stream is of the old plan, and the new one sees that its worker is busy."""
+    gate = asyncio.Event()
+    busy = await scripted(scripted.sse(delta("a"), gate))
+    at: Served = await served(tree(busy.url))
+    async with held(at, dial, ask):
+        free = await scripted(scripted.json({"choices": []}))
+        assert await at.reload(tree(busy.url, free.url)) == "applied"
+        for _ in range(3):
+            async with dial(at.url, CHAT, ask()) as live:
+                await live.head()
+                assert live.status == 200
+        gate.set()
+    assert (len(busy.received), len(free.received)) == (1, 3)
+
+
+async def test_places_that_requests_of_the_old_plan_hold_are_not_given_away_twice(
+    served: Any, scripted: Any, dial: Any, ask: Any
+) -> None:
+    gate = asyncio.Event()
+    worker = await scripted(scripted.sse(delta("a"), gate))
+    limits = {"max_concurrency": 1, "queue_size": 0}
+    at: Served = await served(tree(worker.url, server=limits))
+    async with held(at, dial, ask):
+        assert await at.reload(tree(worker.url, server={**limits, "read_timeout": "7s"})) == "applied"
+        async with dial(at.url, CHAT, ask()) as live:
+            await live.head()
+            assert live.status == 429
+        gate.set()
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ("pools: [", "pd.yaml: "),
+        ({"pipeline": {"steps": [{"type": "decode", "params": {"wrong": 1}}]}}, "steps[0].params.wrong"),
+        ({"pipeline": {"steps": [{"type": "prefill"}]}}, "pd.yaml: pipeline.steps"),
+        ({"server": {"api_keys": ["file:/nowhere/at/all"]}}, "server.api_keys[0]: /nowhere/at/all"),
+        ({"server": {"listen_addr": ":9999"}}, "server.listen_addr: changing it takes a restart"),
+    ],
+    ids=["no yaml", "unknown key", "no decode", "no key", "restart"],
+)
+async def test_a_file_that_cannot_be_applied_changes_nothing_and_says_why(
+    served: Any, scripted: Any, dial: Any, change: Any, told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = await scripted(scripted.json({"choices": []}))
+    at: Served = await served(tree(worker.url))
+    plan = at.app[FRONT].plan
+    assert await at.reload(change if isinstance(change, str) else merged(tree(worker.url), change)) == "refused"
+    assert told in at.reloader.problems[0] and at.reloader.problems[0] in caplog.text
+    assert at.app[FRONT].plan is plan and at.plans == 1
+    async with dial(at.url, "/metrics", method="GET") as live:
+        await live.head()
+        assert 'coordinator_config_reloads_total{result="refused"} 1.0' in (await live.rest()).raw.decode()
+    assert await at.reload(tree(worker.url)) == "unchanged"
+    assert at.reloader.problems == []
+
+
+async def test_the_level_of_the_log_follows_the_file(served: Any, scripted: Any) -> None:
+    worker, root = await scripted(scripted.json({"choices": []})), logging.getLogger()
+    at: Served = await served(tree(worker.url))
+    handlers, level = root.handlers[:], root.level
+    try:
+        assert await at.reload({**tree(worker.url), "log_level": "debug"}) == "applied"
+        assert root.level == logging.DEBUG
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)
+
+
+OTHER = {
+    "listen_addr": ":1", "metrics_port": 2, "max_header_size": 9, "read_header_timeout": 1, "idle_timeout": 1,
+    "write_stall_timeout": 1, "secure_serving": True, "cert_path": "/c", "tls_min_version": "VersionTLS13",
+    "tls_cipher_suites": ["TLS_ECDHE_RSA_WITH_AES_128_GCM_SHA256"], "metrics_cert_dir": "/m", "workers": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", AT_START)
+def test_what_only_a_restart_changes_is_named(key: str) -> None:
+    before = Config.model_validate(tree("http://127.0.0.1:1"))
+    server = before.server.model_copy(update={key: OTHER[key]})
+    with pytest.raises(ConfigError, match=f"server.{key}: changing it takes a restart"):
+        check(before, before.model_copy(update={"server": server}))
+
+
+def test_a_file_that_is_swapped_is_seen_once(tmp_path: Path) -> None:
+    path = tmp_path / "pd.yaml"
+    path.write_text("a")
+    file = FileWatch(str(path))
+    assert not file.changed()
+    path.write_text("ab")
+    assert file.changed() and not file.changed()
+    path.unlink()
+    assert file.changed() and not file.changed()
