@@ -29,6 +29,7 @@ FAMILIES = {
     "coordinator_encodes_skipped": ("counter", ("reason",)),
     "coordinator_encodings_missing": ("counter", ("reason", "policy")),
     "coordinator_stale_connections": ("counter", ("role",)),
+    "coordinator_config_reloads": ("counter", ("result",)),
 }
 
 
