@@ -1,9 +1,16 @@
-"""What is under deploy/ fits Kubernetes, itself, and the coordinator that it starts; all offline."""
+"""What is under deploy/ fits Kubernetes, itself, and the coordinator that it starts; all offline.
+
+The overlays are put together by ``kubectl kustomize``, which asks no cluster. Where it is missing these tests are
+skipped, but not in CI.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
+import subprocess
 import tomllib
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -14,19 +21,22 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
+from prometheus_client import CollectorRegistry
 
-from coordinator import config, registry
+from coordinator import config, metrics, registry
 
 ROOT = Path(__file__).resolve().parents[1]
 KUBERNETES = ROOT / "deploy" / "kubernetes"
 DOCKERFILE = (ROOT / "deploy" / "Dockerfile").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
-EXAMPLES = ("standalone", "sidecar")
+EXAMPLES = ("gateway", "pools", "sidecar")
+WITH_WORKERS = ("pools", "sidecar")
 # 1.29 is the first with native sidecars on by default, which the sidecar example needs.
 VERSIONS = ("1.29", kubernetes_validate.latest_version())
 
-FILES = sorted(path for path in KUBERNETES.rglob("*.yaml") if path.name != "kustomization.yaml")
+NOT_MANIFESTS = ("kustomization.yaml", "coordinator.yaml")
+FILES = sorted(path for path in KUBERNETES.rglob("*.yaml") if path.name not in NOT_MANIFESTS)
 FOLDERS = sorted(path.parent for path in KUBERNETES.rglob("kustomization.yaml"))
 
 
@@ -78,16 +88,24 @@ def image_name(image: str) -> str:
     return image.rpartition(":")[0].rpartition("/")[2]
 
 
+@cache
+def built(folder: str) -> list[dict[str, Any]]:
+    """Return all objects that ``kubectl apply -k`` of a folder would make."""
+    if shutil.which("kubectl") is None:
+        message = "kubectl is needed, to put the overlays together"
+        pytest.fail(message) if os.environ.get("CI") else pytest.skip(message)
+    command = ["kubectl", "kustomize", str(KUBERNETES / folder)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    return list(yaml.safe_load_all(ended.stdout))
+
+
 class Example:
-    """All objects that ``kubectl apply -k`` of one folder would make."""
+    """The objects of one overlay."""
 
-    def __init__(self, folder: Path) -> None:
-        self.objects = list(self._read(folder))
-
-    def _read(self, folder: Path) -> Any:
-        for resource in kustomization(folder)["resources"]:
-            path = (folder / resource).resolve()
-            yield from self._read(path) if path.is_dir() else documents(path)
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.objects = built(name)
 
     def of(self, *kinds: str) -> list[dict[str, Any]]:
         return [each for each in self.objects if each["kind"] in kinds]
@@ -130,7 +148,12 @@ class Example:
 
 @pytest.fixture(params=EXAMPLES)
 def example(request: pytest.FixtureRequest) -> Example:
-    return Example(KUBERNETES / request.param)
+    return Example(request.param)
+
+
+def with_workers(test: Any) -> Any:
+    """Run a test on the overlays that make workers, too."""
+    return pytest.mark.parametrize("example", WITH_WORKERS, indirect=True)(test)
 
 
 @pytest.fixture
@@ -147,14 +170,19 @@ def test_each_manifest_is_valid_and_has_no_unknown_key(path: Path, version: str)
         kubernetes_validate.validate(document, version, strict=True)
 
 
+@pytest.mark.parametrize("version", VERSIONS)
+def test_what_an_overlay_makes_is_valid(example: Example, version: str) -> None:
+    for document in example.objects:
+        kubernetes_validate.validate(document, version, strict=True)
+
+
 @pytest.mark.parametrize("folder", FOLDERS, ids=name_of)
-def test_a_kustomization_lists_every_file_of_its_folder(folder: Path) -> None:
-    listed = kustomization(folder)["resources"]
-    assert sorted(r for r in listed if r.endswith(".yaml")) == sorted(
+def test_a_kustomization_names_every_file_of_its_folder(folder: Path) -> None:
+    content = kustomization(folder)
+    generated = [file for each in content.get("configMapGenerator", []) for file in each["files"]]
+    assert sorted(generated + [name for name in content["resources"] if name.endswith(".yaml")]) == sorted(
         path.name for path in folder.glob("*.yaml") if path.name != "kustomization.yaml"
     )
-    for resource in listed:
-        assert (folder / resource).exists()
 
 
 def test_no_object_stands_twice_or_in_a_namespace(example: Example) -> None:
@@ -175,6 +203,7 @@ def test_the_coordinators_image_is_this_version(example: Example) -> None:
     assert f"ARG VERSION={PROJECT['project']['version']}\n" in DOCKERFILE
 
 
+@with_workers
 def test_all_workers_run_one_vllm_and_one_model(example: Example) -> None:
     """Prefill and decode must agree on layout and model, render on the template and the parsers."""
     workers = [container for container in example.containers if not container.is_coordinator]
@@ -298,6 +327,7 @@ def test_the_grace_period_outlasts_what_ends_within_it(example: Example, loaded:
         assert pod["terminationGracePeriodSeconds"] >= needed_s, workload["metadata"]["name"]
 
 
+@with_workers
 def test_each_worker_of_a_pool_is_one_pod(example: Example, loaded: config.Config) -> None:
     """A worker that the pool misses idles; one too many is a name that never resolves."""
     for role in ("prefill", "decode"):
@@ -330,6 +360,7 @@ def test_workers_listen_on_the_port_that_they_declare(example: Example) -> None:
             assert int(container.flag("port") or 0) in container.ports.values()
 
 
+@with_workers
 def test_prefill_produces_what_decode_consumes(example: Example, loaded: config.Config) -> None:
     roles = {}
     for container in example.containers:
@@ -340,6 +371,57 @@ def test_prefill_produces_what_decode_consumes(example: Example, loaded: config.
             roles[container.workload["metadata"]["name"]] = settings["kv_role"]
     assert roles == {"prefill": "kv_producer", "decode": "kv_consumer"}
     assert loaded.pipeline.kv_connector == "kv-nixl"
+
+
+def admitted(example: Example, caller: dict[str, str], called: dict[str, Any]) -> set[str]:
+    """Return the named ports of a workload's pods that policies open to a pod with the caller's labels."""
+    own = called["spec"]["template"]["metadata"]["labels"]
+    ports = {name for each in example.containers if each.workload is called for name in each.ports}
+    policies = [each["spec"] for each in example.of("NetworkPolicy") if selects(each["spec"]["podSelector"], own)]
+    open_to: set[str] = set() if policies else set(ports)
+    for rule in (rule for policy in policies for rule in policy["ingress"]):
+        if "from" not in rule or any(selects(peer.get("podSelector"), caller) for peer in rule["from"]):
+            open_to |= {port["port"] for port in rule["ports"]} if "ports" in rule else ports
+    return open_to
+
+
+def selects(selector: dict[str, Any] | None, labels: dict[str, str]) -> bool:
+    return selector is not None and selector["matchLabels"].items() <= labels.items()
+
+
+def test_a_stranger_reaches_the_api_alone(example: Example) -> None:
+    for workload in example.workloads:
+        fronted = workload is example.coordinator.workload
+        assert admitted(example, {"app": "stranger"}, workload) == ({"http"} if fronted else set())
+
+
+@with_workers
+def test_policies_let_through_what_legs_and_the_transfer_need(example: Example) -> None:
+    labels = {each["metadata"]["name"]: each["spec"]["template"]["metadata"]["labels"] for each in example.workloads}
+    front = example.coordinator.workload
+    for workload in example.workloads:
+        if workload is not front:
+            assert "http" in admitted(example, labels[front["metadata"]["name"]], workload)
+    named = {each["metadata"]["name"]: each for each in example.workloads}
+    assert "nixl" in admitted(example, labels["decode"], named["prefill"])
+    assert "nixl" in admitted(example, labels["prefill"], named["decode"])
+
+
+def test_the_autoscaler_counts_what_the_coordinator_counts() -> None:
+    """The name is the metric's own, the adapter's rule makes it, and no manifest sets the number that it chooses."""
+    instruments = CollectorRegistry()
+    metrics.Metrics(instruments)
+    gauges = {each.name for each in instruments.collect() if each.type == "gauge"}
+    (rule,) = yaml.safe_load((ROOT / "deploy" / "prometheus-adapter.yaml").read_text())["rules"]["custom"]
+    for name in ("gateway", "pools"):
+        example = Example(name)
+        (scaler,) = example.of("HorizontalPodAutoscaler")
+        (metric,) = (each["pods"]["metric"]["name"] for each in scaler["spec"]["metrics"])
+        assert metric in gauges
+        assert rule["name"]["as"] == metric
+        assert rule["seriesQuery"].startswith(f"{metric}{{")
+        target = scaler["spec"]["scaleTargetRef"]
+        assert "replicas" not in example.get(target["kind"], target["name"])["spec"]
 
 
 def copied() -> list[str]:
