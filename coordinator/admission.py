@@ -199,6 +199,11 @@ class Permit:
         self._roles: dict[str, Hashable] = {}
         self._waited_s = 0.0
 
+    @property
+    def waited_s(self) -> float:
+        """How long the request has waited for places."""
+        return self._waited_s
+
     async def begin(self) -> None:
         """Take a place at the coordinator.
 

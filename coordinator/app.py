@@ -18,8 +18,10 @@ from coordinator.fetch import HttpMediaFetcher
 from coordinator.headers import CREDENTIALS
 from coordinator.health import Readiness, RoleProbe
 from coordinator.intake import Intake
-from coordinator.listener import PATIENCE, Patience, json_errors
+from coordinator.listener import PATIENCE, REFUSED, Patience, json_errors
 from coordinator.metrics import Metrics
+from coordinator.model_names import ModelNames
+from coordinator.outcome import Recorder
 from coordinator.pipeline import Pipeline
 from coordinator.plan import Plan, Plans
 from coordinator.problems import Path, show_path
@@ -75,11 +77,14 @@ def build(config: Config) -> web.Application:
     server, credentials = config.server, Credentials(os.environ, config.sources)
     main = credentials.certificate(server, "cert_path", watch) if server.secure_serving else None
     certificates = main, credentials.certificate(server, "metrics_cert_dir", watch)
-    plan_of = partial(plan, metrics)
-    front = Front(plan_of(config, credentials), apis=SERVED, metrics=metrics, clock=time.monotonic)
+    names = ModelNames()
+    recorder = Recorder(metrics, names)
+    plan_of = partial(plan, metrics, names)
+    front = Front(plan_of(config, credentials), apis=SERVED, metrics=metrics, recorder=recorder, clock=time.monotonic)
     # Sizes are ours to check, with an error body that aiohttp's own 413 does not have.
     app = web.Application(client_max_size=0, middlewares=[json_errors])
     app[FRONT] = front
+    app[REFUSED] = recorder.refused
     app[PLAN_OF] = plan_of
     app[METRICS] = metrics
     app[PLANS] = Plans(front.plan, partial(setattr, front, "plan"))
@@ -95,7 +100,9 @@ def build(config: Config) -> web.Application:
     return app
 
 
-def plan(metrics: Metrics, config: Config, credentials: Credentials, before: Plan | None = None) -> Plan:
+def plan(
+    metrics: Metrics, names: ModelNames, config: Config, credentials: Credentials, before: Plan | None = None
+) -> Plan:
     """Return what requests are answered by; nothing is opened before it runs.
 
     Args:
@@ -112,6 +119,8 @@ def plan(metrics: Metrics, config: Config, credentials: Credentials, before: Pla
     credentials.check()
     decode = next(step for step in steps if isinstance(step, Decode))
     readiness = Readiness(probes(steps, upstream.links), server.readiness_interval)
+    questions = Questions(upstream, names)
+    names.add(server.metrics_models)
     routing = routing_headers(config)
     return Plan(
         config=config,
@@ -136,13 +145,13 @@ def plan(metrics: Metrics, config: Config, credentials: Credentials, before: Pla
             time.time,
         ),
         readiness=readiness,
-        questions=Questions(upstream),
+        questions=questions,
         upstream=upstream,
         media=media,
         watch=credentials.watch,
         routing_headers=tuple(routing),
         drop=frozenset((*routing, *discarded(config))),
-        background=(credentials.watch.run, readiness.run),
+        background=(credentials.watch.run, readiness.run, partial(names.run, questions.listed)),
     )
 
 

@@ -16,6 +16,7 @@ from envelope.sse import Events, EventTooLarge, data_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from coordinator.attempt import Watched
     from coordinator.context import Headers
     from coordinator.routing.router import Worker
     from coordinator.step import Leg
@@ -37,6 +38,7 @@ class Call:
         self.connected = False  # a connection was had, so the worker may have got the request
         self.lingering = False  # its client has left, and it is held open for a moment
         self.stale = False  # the connection had been kept, and was dead before any byte of the answer
+        self.watched: Watched | None = None
         self.connection: Connection = None  # type: ignore[assignment]  # set by ``open``
         self.began = asyncio.get_running_loop().time()
         first = self.began if begun is None else begun
@@ -151,6 +153,8 @@ class Call:
             return
         self._closed = True
         self.worker.in_flight -= 1
+        if self.watched is not None:
+            self.watched.close()
         if self.connection is not None:
             self._pool.release(self.worker.url, self.connection)
 

@@ -34,6 +34,9 @@ FAILED, WRONG, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141
 class NoEvents:
     """Counters of a run that answers nobody."""
 
+    def handover_sent(self, age_s: float) -> None:
+        pass
+
     def handover_missing(self, reason: str, policy: str) -> None:
         pass
 

@@ -162,6 +162,13 @@ class Server(Section):
         description="suites of TLS 1.2 by Go's names, such as TLS_ECDHE_RSA_WITH_AES_128_GCM_SHA256; empty is Python's "
         "own choice",
     )
+    metrics_models: Annotated[tuple[str, ...], Items] = Field(
+        (),
+        description="models that metrics name beside those that the decode workers list; any other is called other",
+    )
+    server_timing: bool = Field(
+        False, description="tell clients in a Server-Timing header how long each leg took; it tells of the fleet"
+    )
     metrics_cert_dir: str = Field(
         "", description="folder with tls.crt and tls.key of the metrics port, which is plain HTTP without it"
     )

@@ -17,8 +17,10 @@ slot                  set by                  read by
 ``on_late_handover``  server                prefill, when its answer comes after the client has left
 ``failed``            upstream                upstream (workers to avoid when a leg is made again)
 ``places``            server                  pipeline (gives prefill's back early)
+``queued_s``          server                  the access log, Server-Timing
 ``answer``            conditional-decode,     pipeline, respond
                       decode
+``attempts``          upstream                pipeline
 ``legs``              pipeline, respond       the access log and the metrics
 ====================  ======================  ==========================================
 """
@@ -29,7 +31,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from envelope.formats import Format
     from envelope.json_codec import Json
@@ -97,12 +99,39 @@ class Answer:
 
 
 @dataclass(slots=True)
+class Attempt:
+    """One call of one worker; a leg that is tried again, or made for every image, has several.
+
+    Attributes:
+        step: the leg's, as in errors.
+        worker: host and port.
+        number: 0 for the first of a leg, one more for each worker that was tried before.
+        begun: monotonic seconds.
+        seconds: to the end of a whole answer, or to the first event of a stream.
+        outcome: ``ok``, an error's class name, or ``cancelled``.
+    """
+
+    step: str
+    role: str
+    worker: str
+    number: int
+    begun: float
+    seconds: float = 0.0
+    outcome: str = "cancelled"
+
+
+@dataclass(slots=True)
 class LegTime:
-    """How long one step took and how it ended: ``ok``, ``skipped``, ``miss``, or an error's class name."""
+    """How long one step took and how it ended: ``ok``, ``skipped``, ``miss``, or an error's class name.
+
+    Attributes:
+        attempts: the calls that it made, in the order in which they began.
+    """
 
     step: str
     seconds: float
     outcome: str
+    attempts: Sequence[Attempt] = ()
 
 
 def _nobody_left() -> None:
@@ -145,7 +174,9 @@ class RequestContext:
     failed: list[Any] = field(default_factory=list)
     places: Places | None = None
     carried: dict[str, str] = field(default_factory=dict)
+    queued_s: float = 0.0
     answer: Answer | None = None
+    attempts: list[Attempt] = field(default_factory=list)
     legs: list[LegTime] = field(default_factory=list)
 
     def begin_again(self, leg_id: str) -> None:

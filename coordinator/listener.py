@@ -7,6 +7,7 @@ does not come to its end is hung up too; its clock runs only on a new connection
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,7 @@ from envelope.errors import (
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,8 @@ class Patience:
 
 
 PATIENCE = web.AppKey("patience", Patience)
+# Told of every request that is refused before a route has it: its id, and why.
+REFUSED: web.AppKey[Callable[[str, ApiError], None]] = web.AppKey("refused", Callable)  # type: ignore[arg-type]
 
 _FOR_EVER_S = 1e9  # aiohttp takes 0 for "no second request"
 
@@ -65,12 +68,22 @@ _TOO_LARGE = (
 class _Handler(RequestHandler):
     """One connection."""
 
-    __slots__ = ("_head_bytes", "_head_timer", "_max_head_bytes", "_patience", "_stall_timer", "_unsent", "stalled")
+    __slots__ = (
+        "_head_bytes",
+        "_head_timer",
+        "_max_head_bytes",
+        "_patience",
+        "_refused",
+        "_stall_timer",
+        "_unsent",
+        "stalled",
+    )
 
     def __init__(self, server: _Server, **kwargs: Any) -> None:
         super().__init__(server, **kwargs)
         self.stalled = False
         self._patience = server.patience
+        self._refused = server.refused
         self._max_head_bytes = _FIELDS * self.max_field_size
         self._head_bytes = 0
         self._stall_timer: asyncio.TimerHandle | None = None
@@ -124,7 +137,9 @@ class _Handler(RequestHandler):
         """Answer a head that is too large as a whole, which aiohttp has no limit for, and hang up."""
         if self.transport is not None:
             new_id = request_id(None)
-            body = error_body(HeadersTooLarge(f"the head is larger than {self._max_head_bytes} bytes"), new_id)
+            error = HeadersTooLarge(f"the head is larger than {self._max_head_bytes} bytes")
+            body = error_body(error, new_id)
+            self._refused(new_id, error)
             self.transport.write(_TOO_LARGE % (new_id.encode(), len(body)) + body)
         self.force_close()
 
@@ -159,7 +174,7 @@ class _Handler(RequestHandler):
         """Tell of requests that are no HTTP, or too much of it, in JSON; aiohttp's own text is for people."""
         if status == 500:
             return super().handle_error(request, status, exc, message)
-        response = _error_response(_malformed(exc, message), request)
+        response = _error_response(_malformed(exc, message), request, self._refused)
         response.force_close()
         return response
 
@@ -189,6 +204,7 @@ def _malformed(exc: BaseException | None, message: str | None) -> ApiError:
 
 class _Server(web.Server):
     patience: Patience
+    refused: Callable[[str, ApiError], None]
 
     def __call__(self) -> RequestHandler:
         return _Handler(self, loop=self._loop, **self._kwargs)
@@ -199,6 +215,7 @@ class Runner(web.AppRunner):
 
     def __init__(self, app: web.Application, max_header_size: int) -> None:
         self._patience = app.get(PATIENCE, Patience())
+        self._refused = app.get(REFUSED, _untold)
         super().__init__(
             app,
             access_log=None,
@@ -214,6 +231,7 @@ class Runner(web.AppRunner):
         server = await super()._make_server()
         server.__class__ = _Server  # aiohttp has no public way to choose the request handler's class
         server.patience = self._patience  # type: ignore[attr-defined]
+        server.refused = self._refused  # type: ignore[attr-defined]
         return server
 
 
@@ -236,7 +254,7 @@ async def json_errors(
     except Exception:
         log.exception("%s failed by a fault of the coordinator", request.path)
         error = InternalError("the coordinator failed; its log has the details")
-    return _error_response(error, request)
+    return _error_response(error, request, request.app.get(REFUSED, _untold))
 
 
 def _check_coding(request: web.Request) -> None:
@@ -256,8 +274,15 @@ def _check_coding(request: web.Request) -> None:
 _CLOSE = {"Connection": "close"}
 
 
-def _error_response(error: ApiError, request: web.BaseRequest) -> web.Response:
+def _untold(request_id: str, error: ApiError) -> None:
+    """Stand for the recorder where there is none: the simulated workers run on this listener too."""
+
+
+def _error_response(
+    error: ApiError, request: web.BaseRequest, refused: Callable[[str, ApiError], None]
+) -> web.Response:
     client_id = request_id(request.headers.get("X-Request-Id"))
+    refused(client_id, error)
     headers = {"Content-Type": "application/json", "X-Request-Id": client_id, **error.headers}
     response = web.Response(status=error.status, body=error_body(error, client_id), headers=headers)
     if "Connection" in error.headers:

@@ -1,19 +1,64 @@
 """Prometheus metrics: names, labels, buckets. Takes a registry, owns no global.
 
-Every label has a bounded set of values: routes, steps, outcomes and reasons come from the code, never from a body.
+Every label has a bounded set of values: routes, steps, outcomes and reasons come from the code, models from the
+workers' own lists (``model_names``), workers from the configuration, and no more than ``_WORKERS`` of them. None comes
+from a body. What several processes have may be added up, gauges too.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    Summary,
+    generate_latest,
+)
+
+from coordinator.pace import GAP_SECONDS, Pace
 
 if TYPE_CHECKING:
-    from coordinator.context import LegTime
+    from collections.abc import Sequence
+
+    from coordinator.context import Attempt, LegTime
 
 # From a cache hit on a small model to a long prompt on a busy fleet.
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+# Prefill keeps its blocks for 30 s, and max_handover_age is 15 s: the question is how far from these we are.
+_AGES = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 15.0, 30.0)
+
+# Pods come and go under new addresses; from here on they have one label together.
+_WORKERS = 500
+OTHER = "other"
+
+# What is told of answers that are no use, by the error's class.
+_UNUSABLE = {"LegUnreadable": "unreadable", "LegUnechoed": "not_echoed"}
+
+
+class Children(dict[tuple[str, ...], Any]):
+    """The children of one metric by their labels' values: ``labels()`` costs a microsecond every time."""
+
+    def __init__(self, metric: Counter | Gauge | Histogram | Summary) -> None:
+        self._metric = metric
+
+    def __missing__(self, values: tuple[str, ...]) -> Any:
+        child = self[values] = self._metric.labels(*values)
+        return child
+
+
+class Gaps(Histogram):
+    """A histogram that takes many observations at once, already sorted into its buckets."""
+
+    def add(self, counts: Sequence[int], total: float) -> None:
+        """Add so many observations to each bucket, the one beyond all bounds included; ``total`` is their sum."""
+        self._sum.inc(total)
+        for bucket, count in zip(self._buckets, counts, strict=True):
+            if count:
+                bucket.inc(count)
 
 
 class Metrics:
@@ -22,7 +67,10 @@ class Metrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
         self.requests = Counter(
-            "coordinator_requests", "Requests answered, by route and outcome.", ["route", "outcome"], registry=registry
+            "coordinator_requests",
+            "Requests that are over, by route, outcome and model.",
+            ["route", "outcome", "model"],
+            registry=registry,
         )
         self.request_seconds = Histogram(
             "coordinator_request_seconds",
@@ -54,15 +102,62 @@ class Metrics:
             buckets=_SECONDS,
             registry=registry,
         )
+        self.legs_in_flight = Gauge(
+            "coordinator_legs_in_flight",
+            "Calls of a worker whose answer is not yet whole.",
+            ["role", "worker"],
+            registry=registry,
+        )
+        self.worker_leg_seconds = Summary(
+            "coordinator_worker_leg_seconds",
+            "One call of one worker; for a streamed answer, up to the first event.",
+            ["role", "worker", "outcome"],
+            registry=registry,
+        )
+        self.streams_broken = Counter(
+            "coordinator_streams_broken",
+            "Answers that a worker broke off after their first event.",
+            ["role", "worker"],
+            registry=registry,
+        )
+        self.answers_unusable = Counter(
+            "coordinator_answers_unusable",
+            "Workers' answers of no known shape (unreadable), or in another output_mode than asked (not_echoed).",
+            ["step", "reason"],
+            registry=registry,
+        )
         self.ttft_seconds = Histogram(
             "coordinator_time_to_first_token_seconds",
             "From the request read to the first frame with content written to the client (streams only).",
-            ["route"],
+            ["route", "model"],
             buckets=_SECONDS,
             registry=registry,
         )
+        self.itl_seconds = Gaps(
+            "coordinator_inter_token_latency_seconds",
+            "Between two frames with content, which may hold several tokens; told when the stream is over.",
+            ["route", "model"],
+            buckets=GAP_SECONDS,
+            registry=registry,
+        )
+        self.tpot_seconds = Histogram(
+            "coordinator_time_per_output_token_seconds",
+            "From the first frame with content to the last, divided by the output tokens but one (streams only).",
+            ["route", "model"],
+            buckets=GAP_SECONDS,
+            registry=registry,
+        )
         self.tokens = Counter(
-            "coordinator_tokens", "Tokens as the workers counted them.", ["route", "kind"], registry=registry
+            "coordinator_tokens",
+            "Tokens as the workers counted them: prompt, and completion.",
+            ["route", "kind", "model"],
+            registry=registry,
+        )
+        self.handover_age_seconds = Histogram(
+            "coordinator_handover_age_seconds",
+            "From prefill's answer to the decode leg that carries its hand-over.",
+            buckets=_AGES,
+            registry=registry,
         )
         self.handovers_missing = Counter(
             "coordinator_handovers_missing",
@@ -119,6 +214,15 @@ class Metrics:
             ["result"],
             registry=registry,
         )
+        self._workers: dict[str, str] = {}
+        self._requests, self._request_seconds = Children(self.requests), Children(self.request_seconds)
+        self._in_flight, self._leg_seconds = Children(self.in_flight), Children(self.leg_seconds)
+        self._legs_in_flight = Children(self.legs_in_flight)
+        self._worker_leg_seconds = Children(self.worker_leg_seconds)
+        self._ttft, self._itl, self._tpot = (
+            Children(metric) for metric in (self.ttft_seconds, self.itl_seconds, self.tpot_seconds)
+        )
+        self._tokens = Children(self.tokens)
 
     def queued(self, change: int) -> None:
         self.requests_queued.inc(change)
@@ -144,12 +248,60 @@ class Metrics:
     def begun_again(self) -> None:
         self.retries.labels("prefill_again").inc()
 
-    def leg(self, leg: LegTime) -> None:
-        self.leg_seconds.labels(leg.step, leg.outcome).observe(leg.seconds)
+    def handover_sent(self, age_s: float) -> None:
+        self.handover_age_seconds.observe(age_s)
 
-    def usage(self, route: str, prompt: int, completion: int) -> None:
-        self.tokens.labels(route, "prompt").inc(prompt)
-        self.tokens.labels(route, "completion").inc(completion)
+    def entered(self, route: str, change: int) -> None:
+        self._in_flight[(route,)].inc(change)
+
+    def request(self, route: str, outcome: str, model: str, seconds: float) -> None:
+        self._requests[route, outcome, model].inc()
+        self._request_seconds[(route,)].observe(seconds)
+
+    def leg(self, leg: LegTime) -> None:
+        """Count one step, and what it could not use of its workers' answers."""
+        self._leg_seconds[leg.step, leg.outcome].observe(leg.seconds)
+        # A worker's answer is read where it comes in, and again by its step, which has the last word.
+        last = leg.attempts[-1].outcome if leg.attempts else ""
+        if leg.outcome != last:
+            self.unusable(leg.step, leg.outcome)
+
+    def unusable(self, step: str, error: str) -> None:
+        if error in _UNUSABLE:
+            self.answers_unusable.labels(step, _UNUSABLE[error]).inc()
+
+    def worker(self, url: str) -> str:
+        """Return a worker's label: its host and port, or ``other`` where too many have one already."""
+        label = self._workers.get(url)
+        if label is None:
+            if len(self._workers) >= _WORKERS:
+                return OTHER
+            label = self._workers[url] = url.partition("://")[2]
+        return label
+
+    def leg_opened(self, attempt: Attempt) -> None:
+        self._legs_in_flight[attempt.role, attempt.worker].inc()
+
+    def leg_closed(self, attempt: Attempt) -> None:
+        self._legs_in_flight[attempt.role, attempt.worker].dec()
+
+    def attempt(self, attempt: Attempt) -> None:
+        self._worker_leg_seconds[attempt.role, attempt.worker, attempt.outcome].observe(attempt.seconds)
+        self.unusable(attempt.step, attempt.outcome)
+
+    def stream_broken(self, attempt: Attempt) -> None:
+        self.streams_broken.labels(attempt.role, attempt.worker).inc()
+
+    def stream(self, route: str, model: str, pace: Pace, ttft_s: float, output_tokens: int) -> None:
+        """Take the clock points of a stream that is over."""
+        self._ttft[route, model].observe(ttft_s)
+        self._itl[route, model].add(pace.gaps, pace.lasted_s)
+        if (per_token_s := pace.per_token_s(output_tokens)) is not None:
+            self._tpot[route, model].observe(per_token_s)
+
+    def usage(self, route: str, model: str, prompt: int, completion: int) -> None:
+        self._tokens[route, "prompt", model].inc(prompt)
+        self._tokens[route, "completion", model].inc(completion)
 
     def page(self) -> tuple[bytes, str]:
         """Return the exposition and its content type."""

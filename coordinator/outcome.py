@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from coordinator.logs import access
 from envelope.errors import ApiError, ClientGone, ClientStalled, LegRejected, Overloaded, Unauthorized
 
 if TYPE_CHECKING:
-    from coordinator.context import RequestContext
+    from coordinator.context import Attempt, LegTime, RequestContext
     from coordinator.metrics import Metrics
+    from coordinator.model_names import ModelNames
     from coordinator.respond import Result
 
 
@@ -46,41 +47,102 @@ class Outcome:
 class Recorder:
     """Tells of requests that are over: one log line each, and the metrics."""
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: Metrics, names: ModelNames) -> None:
         self._metrics = metrics
+        self._names = names
 
     def record(self, route: str, client_id: str, ctx: RequestContext | None, outcome: Outcome, seconds: float) -> None:
         """Tell of one request; call it once, when nothing of it is open any more."""
-        self._metrics.requests.labels(route, outcome.word).inc()
-        self._metrics.request_seconds.labels(route).observe(seconds)
-        fields = {"request_id": client_id, "route": str(route), "status": outcome.status, "outcome": outcome.word}
-        if outcome.error:
-            fields["error"] = outcome.error
+        ok = outcome.word == "ok"
+        model = None if ctx is None else self._names.label(ctx.body.get("model"), answered=ok)
+        self._metrics.request(route, outcome.word, model or "", seconds)
         if ctx is not None:
-            fields |= self._leg_fields(ctx)
-        if outcome.result is not None:
-            fields |= self._answer_fields(route, outcome.result)
-        access.info("request", extra={"fields": {**fields, "seconds": round(seconds, 6)}})
+            self._count(ctx, outcome)
+        counted = {} if outcome.result is None else self._answer(route, model or "", outcome.result)
+        if access.enabled:
+            access.write(_line(route, client_id, ctx, outcome, model, counted, seconds))
 
-    def _leg_fields(self, ctx: RequestContext) -> dict[str, object]:
+    def refused(self, client_id: str, error: ApiError) -> None:
+        """Tell of a request that no route took: a path or a method that is not served, or no HTTP."""
+        outcome = Outcome()
+        outcome.fail(error)
+        self.record("none", client_id, None, outcome, 0.0)
+
+    def _count(self, ctx: RequestContext, outcome: Outcome) -> None:
         for leg in ctx.legs:
             self._metrics.leg(leg)
-        legs = {leg.step: {"seconds": round(leg.seconds, 6), "outcome": leg.outcome} for leg in ctx.legs}
-        return {"leg_id": ctx.leg_id, "stream": ctx.stream, "legs": legs}
+        if outcome.word == "stream_broken" and ctx.attempts:
+            self._metrics.stream_broken(ctx.attempts[-1])
 
-    def _answer_fields(self, route: str, result: Result) -> dict[str, object]:
-        fields: dict[str, object] = {}
-        if result.ttft_s is not None:
-            self._metrics.ttft_seconds.labels(route).observe(result.ttft_s)
-            fields["ttft_seconds"] = round(result.ttft_s, 6)
+    def _answer(self, route: str, model: str, result: Result) -> dict[str, Any]:
+        """Count what an answer took, and return it for the line."""
+        fields: dict[str, Any] = {}
+        prompt = completion = 0
         if isinstance(usage := result.usage, dict):
-            prompt = _count(usage, "prompt_tokens", "input_tokens")
-            completion = _count(usage, "completion_tokens", "output_tokens")
-            self._metrics.usage(route, prompt, completion)
-            fields |= {"prompt_tokens": prompt, "completion_tokens": completion}
+            prompt = _tokens(usage, "prompt_tokens", "input_tokens")
+            completion = _tokens(usage, "completion_tokens", "output_tokens")
+            self._metrics.usage(route, model, prompt, completion)
+        pace = result.pace
+        if pace is not None and (ttft_s := pace.ttft_s) is not None:
+            self._metrics.stream(route, model, pace, ttft_s, completion)
+            fields["ttft_seconds"] = round(ttft_s, 6)
+            if (per_token_s := pace.per_token_s(completion)) is not None:
+                fields["tpot_seconds"] = round(per_token_s, 6)
+        if isinstance(usage, dict):
+            fields["prompt_tokens"], fields["completion_tokens"] = prompt, completion
         return fields
 
 
-def _count(usage: dict[str, object], *names: str) -> int:
+def _line(
+    route: str,
+    client_id: str,
+    ctx: RequestContext | None,
+    outcome: Outcome,
+    model: str | None,
+    counted: dict[str, Any],
+    seconds: float,
+) -> dict[str, Any]:
+    line: dict[str, Any] = {
+        "request_id": client_id,
+        "route": route,
+        "status": outcome.status,
+        "outcome": outcome.word,
+    }
+    if outcome.error:
+        line["error"] = outcome.error
+    if ctx is not None:
+        line["model"] = model
+        line["leg_id"] = ctx.leg_id
+        line["stream"] = ctx.stream
+        if ctx.queued_s:
+            line["queue_seconds"] = round(ctx.queued_s, 6)
+        line["legs"] = legs_of(ctx.legs)
+    line.update(counted)
+    line["seconds"] = round(seconds, 6)
+    return line
+
+
+def legs_of(legs: list[LegTime]) -> dict[str, dict[str, Any]]:
+    """Return each step's time, outcome and worker; one that ran again, after a failure behind it, has a number."""
+    told: dict[str, dict[str, Any]] = {}
+    for leg in legs:
+        name, again = leg.step, 1
+        while name in told:
+            again += 1
+            name = f"{leg.step}#{again}"
+        fields: dict[str, Any] = {"seconds": round(leg.seconds, 6), "outcome": leg.outcome}
+        if len(leg.attempts) == 1:
+            fields["worker"] = leg.attempts[0].worker
+        elif leg.attempts:
+            fields["calls"] = [_call(attempt) for attempt in leg.attempts]
+        told[name] = fields
+    return told
+
+
+def _call(attempt: Attempt) -> dict[str, Any]:
+    return {"worker": attempt.worker, "seconds": round(attempt.seconds, 6), "outcome": attempt.outcome}
+
+
+def _tokens(usage: dict[str, object], *names: str) -> int:
     value = next((usage[name] for name in names if usage.get(name) is not None), 0)
     return value if isinstance(value, int) and value > 0 else 0

@@ -60,7 +60,7 @@ class Pipeline:
         raise InternalError("the pipeline ended without an answer; its last step must be decode")
 
     async def _run(self, step: Step, ctx: RequestContext) -> None:
-        begun, outcome = self._clock(), "cancelled"
+        begun, outcome, before = self._clock(), "cancelled", len(ctx.attempts)
         try:
             outcome = await step.run(ctx, self._upstream)
         except ApiError as error:
@@ -70,4 +70,4 @@ class Pipeline:
             outcome = "InternalError"
             raise
         finally:
-            ctx.legs.append(LegTime(step.type, self._clock() - begun, outcome))
+            ctx.legs.append(LegTime(step.type, self._clock() - begun, outcome, tuple(ctx.attempts[before:])))

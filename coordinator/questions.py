@@ -2,33 +2,44 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from typing import TYPE_CHECKING
 
 from coordinator.context import RequestContext
 from coordinator.step import Leg, LegLimits
+from coordinator.wire import Broken, ConnectFailed, Pool, request_head
 from envelope import messages
-from envelope.errors import BadRequest, LegFailed
+from envelope.errors import BadRequest, LegUnreadable
 from envelope.formats import PATHS, RENDER_PATHS, Format
 from envelope.json_codec import dumps
 from envelope.kv_transfer import without_transfer_params
 
 if TYPE_CHECKING:
+    import ssl
     from typing import Any
 
     from coordinator.context import Headers
+    from coordinator.model_names import ModelNames
+    from coordinator.routing.router import Worker
     from coordinator.upstream import HttpUpstream
 
 COUNT_TOKENS_PATH = PATHS[Format.MESSAGES] + "/count_tokens"
 
 _LIMITS = LegLimits(request_s=30.0)
+_LISTED_S = 5.0
 
 
 class Questions:
-    """Asks one worker, and passes its answer on."""
+    """Asks one worker, and passes its answer on.
 
-    def __init__(self, upstream: HttpUpstream) -> None:
+    Args:
+        names: learns from the lists of models that clients are given.
+    """
+
+    def __init__(self, upstream: HttpUpstream, names: ModelNames) -> None:
         self._upstream = upstream
+        self._names = names
 
     async def models(self, headers: Headers, request_id: str) -> bytes:
         """Return a decode worker's own list: it is the truth about what can be asked for.
@@ -37,7 +48,23 @@ class Questions:
             LegRejected, LegFailed, LegTimeout, NoWorker.
         """
         leg = Leg("models", "decode", "/v1/models", {}, _LIMITS)
-        return (await self._upstream.get(_context(headers, request_id, {}), leg)).raw
+        listing = (await self._upstream.get(_context(headers, request_id, {}), leg)).raw
+        self._names.learn(listing)
+        return listing
+
+    async def listed(self) -> bytes | None:
+        """Return some decode worker's list, asked for ourselves; None where none can be had.
+
+        No client waits for it, so it goes past the pool: it takes no turn, and no connection that a leg could use.
+        """
+        link = self._upstream.links["decode"]
+        for worker in link.router.known():
+            try:
+                async with asyncio.timeout(_LISTED_S):
+                    return await _get(worker, "/v1/models", link.tls)
+            except (Broken, ConnectFailed, TimeoutError):
+                continue
+        return None
 
     async def count_tokens(self, headers: Headers, request_id: str, body: Any) -> bytes:
         """Return how many tokens an Anthropic request has: counted by render where there is one, else by decode.
@@ -56,8 +83,25 @@ class Questions:
         leg = Leg("count_tokens", "render", RENDER_PATHS[Format.MESSAGES], request, _LIMITS)
         rendered = (await self._upstream.post_json(ctx, leg)).body
         if not isinstance(rendered, dict) or not isinstance(rendered.get("token_ids"), list):
-            raise LegFailed("count_tokens", "the render service's answer has no token_ids")
+            raise LegUnreadable("count_tokens", "the render service's answer has no token_ids")
         return dumps(messages.count_tokens(rendered))
+
+
+async def _get(worker: Worker, path: str, tls: ssl.SSLContext | None) -> bytes | None:
+    pool, parts = Pool(0, 0.0, tls), list[bytes]()
+
+    def keep(data: bytes) -> bool:
+        parts.append(data)
+        return True
+
+    connection = await pool.acquire(worker.url, None)
+    try:
+        connection.send(request_head("GET", worker.url, path, [*worker.headers], None), b"")
+        await connection.head()
+        await connection.push(keep)
+    finally:
+        connection.close()
+    return b"".join(parts) if connection.status == 200 else None
 
 
 def _context(headers: Headers, request_id: str, body: dict[str, Any]) -> RequestContext:

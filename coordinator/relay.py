@@ -72,22 +72,20 @@ async def pump(source: LiveStream, shape: Shape, sink: Sink, on_content: Callabl
     """Relay a stream to its end.
 
     Args:
-        on_content: called once, right after the first frame with generated content was written.
+        on_content: called right after each write that held generated content.
 
     Raises:
         ApiError: the stream broke off, stalled, or was not whole; everything before that has been written.
         ConnectionError: the client is gone.
     """
-    told = False
 
     def take(data: bytes) -> bool:
-        nonlocal told
         out = shape.feed(data)
         if not out:
             return True
         room = sink.put(out)
-        if not told and shape.content_seen:
-            told = True
+        if shape.content_seen:
+            shape.content_seen = False
             on_content()
         return room
 

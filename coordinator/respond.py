@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 from multidict import CIMultiDict
 
+from coordinator.pace import Pace
 from coordinator.relay import ClientSink, pump
 from coordinator.shapes import EVENT_STREAM, error_body, error_event, stream_shape, whole_answer
 from envelope.errors import ApiError, ClientGone
@@ -55,13 +56,13 @@ class Result:
 
     Attributes:
         error: why a stream that had begun is a failure; None when it was whole.
-        ttft_s: from the request read to the first content written, streams only.
+        pace: when its frames with content were written, streams only.
     """
 
     response: web.StreamResponse
     usage: Json | None = None
     error: str | None = None
-    ttft_s: float | None = None
+    pace: Pace | None = None
 
 
 class Exchange:
@@ -114,10 +115,10 @@ class Exchange:
         body, content_type = whole_answer(self._ctx, answer, created)
         usage = usage_of(answer.body) if isinstance(answer.body, dict) else None
         if content_type == EVENT_STREAM:
-            stream = await self._begin(answer.headers)
-            ttft_s = self._manner.clock() - self._read_at
+            stream, pace = await self._begin(answer.headers), Pace(self._manner.clock, self._read_at)
+            pace.mark()
             await self._write_out(stream, body)
-            return Result(stream, usage, ttft_s=ttft_s)
+            return Result(stream, usage, pace=pace)
         headers = _headers(answer.headers, self._ctx.request_id)
         headers["Content-Type"] = content_type
         response = web.Response(body=body, headers=headers)
@@ -127,13 +128,10 @@ class Exchange:
     async def _relay(self, answer: Answer, shape: Shape) -> Result:
         assert not isinstance(answer.source, bytes)
         stream = await self._begin(answer.headers)
-        result = Result(stream)
-
-        def first_content() -> None:
-            result.ttft_s = self._manner.clock() - self._read_at
-
+        pace = Pace(self._manner.clock, self._read_at)
+        result = Result(stream, pace=pace)
         try:
-            await pump(answer.source, shape, ClientSink(self._request, stream), first_content)
+            await pump(answer.source, shape, ClientSink(self._request, stream), pace.mark)
             if shape.error is not None:
                 result.error = "the worker failed in mid-stream"  # its own words may quote the prompt
             if result.error is None:

@@ -18,7 +18,7 @@ from coordinator.headers import leg_id, request_id, upstream_headers
 from coordinator.intake import header_pairs, single
 from coordinator.listener import stalled
 from coordinator.logs import log
-from coordinator.outcome import Outcome, Recorder
+from coordinator.outcome import Outcome
 from coordinator.questions import COUNT_TOKENS_PATH
 from coordinator.respond import Exchange, refuse
 from envelope.client_request import check
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from coordinator.admission import Permit
     from coordinator.context import Headers
     from coordinator.metrics import Metrics
+    from coordinator.outcome import Recorder
     from coordinator.plan import Plan
 
 
@@ -49,11 +50,13 @@ class Front:
         clock: monotonic seconds.
     """
 
-    def __init__(self, plan: Plan, *, apis: Sequence[Format], metrics: Metrics, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, plan: Plan, *, apis: Sequence[Format], metrics: Metrics, recorder: Recorder, clock: Callable[[], float]
+    ) -> None:
         self.plan = plan
         self._apis = tuple(apis)
         self._metrics = metrics
-        self._recorder = Recorder(metrics)
+        self._recorder = recorder
         self._clock = clock
         self.draining = False
         self.in_flight = 0
@@ -115,6 +118,7 @@ class Front:
         exchange = Exchange(request, ctx, plan.manner)
         # Before the heart may beat: a comment line would spend the status that a refusal needs.
         await permit.reserve(ctx)
+        ctx.queued_s = permit.waited_s
         ctx.places = permit
         async with exchange:
             try:
@@ -145,14 +149,14 @@ class Front:
         plan.enter()
         self.in_flight += 1
         self.idle.clear()
-        self._metrics.in_flight.labels(api).inc()
+        self._metrics.entered(api, 1)
 
     def _leave(self, api: Format, plan: Plan) -> None:
         plan.leave()
         self.in_flight -= 1
         if not self.in_flight:
             self.idle.set()
-        self._metrics.in_flight.labels(api).dec()
+        self._metrics.entered(api, -1)
 
     def _check_head(self, request: web.Request, plan: Plan) -> None:
         """Refuse what can be refused by the head alone, and before any waiting.

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from coordinator.attempt import Watcher
 from coordinator.call import Call, earliest, mapped
 from coordinator.headers import leg_headers
 from coordinator.retry import RetryBudget, may_go_on, spent, wait_s
@@ -14,7 +16,7 @@ from coordinator.routing.router import Worker
 from coordinator.step import Reply
 from coordinator.verdict import refusal
 from coordinator.wire import Broken, Pool, request_head
-from envelope.errors import ApiError, LegError, LegFailed, LegRejected, LegTimeout, NoWorker
+from envelope.errors import ApiError, LegError, LegFailed, LegRejected, LegTimeout, LegUnreadable, NoWorker
 from envelope.formats import PATHS, Format
 from envelope.json_codec import JSONDecodeError, dumps, loads_lenient
 
@@ -71,6 +73,7 @@ class HttpUpstream:
         self.media = media
         self._carry = tuple(carry)
         self._metrics = metrics
+        self._watcher = Watcher(metrics, time.monotonic)
         self._budget = RetryBudget()
         self._lingering: set[asyncio.Task[Any]] = set()
         self._pools = {role: Pool(link.idle, link.idle_s, link.tls) for role, link in links.items()}
@@ -138,9 +141,13 @@ class HttpUpstream:
         while worker is not None:
             refused = False
             call = Call(leg, worker, self._pools[leg.role], len(tried), begun)
+            call.watched = watched = self._watcher.begin(ctx, leg, worker, len(tried))
             try:
-                return await once(call)
+                answer = await once(call)
+                watched.settle("ok")
+                return answer
             except LegError as error:
+                watched.settle(type(error).__name__)
                 refused = _refused_unread(leg, error)
                 tried.append(worker)
                 error.retryable |= leg.idempotent and isinstance(error, (LegFailed, LegTimeout))
@@ -154,6 +161,7 @@ class HttpUpstream:
                 if not error.elsewhere or spent(leg, error):
                     raise
             finally:
+                watched.settle("cancelled")
                 ctx.handover_fetched |= leg.single_use and call.connected and not refused
             self._metrics.retries.labels(leg.step).inc()
             await asyncio.sleep(wait_s(len(tried)))
@@ -219,9 +227,9 @@ class HttpUpstream:
         try:
             body = loads_lenient(raw)
         except (JSONDecodeError, RecursionError):
-            raise LegFailed(leg.step, "the worker's answer is not JSON") from None
+            raise LegUnreadable(leg.step, "the worker's answer is not JSON") from None
         if not isinstance(body, (dict, list)):
-            raise LegFailed(leg.step, "the worker's answer is neither a JSON object nor a list")
+            raise LegUnreadable(leg.step, "the worker's answer is neither a JSON object nor a list")
         self._remember(ctx, call)
         return Reply(status, call.headers, raw, body)
 

@@ -8,7 +8,7 @@
     │   └── ReadTimeout 408, TooLarge 413, UnsupportedMedia 415, HeadersTooLarge 431
     ├── LegError             one leg failed; names its step
     │   ├── LegRejected      the worker's own 4xx, passed on as it is
-    │   ├── LegFailed 502    no usable answer
+    │   ├── LegFailed 502    no usable answer: LegUnreadable, it makes no sense; LegUnechoed, in another output_mode
     │   ├── LegBusy 503      the worker is up and takes no more
     │   ├── LegTimeout 504   no answer in time
     │   └── NoWorker 503     nobody to ask
@@ -144,6 +144,14 @@ class LegRejected(LegError):
 class LegFailed(LegError):
     status = 502
     type = "BadGatewayError"
+
+
+class LegUnreadable(LegFailed):
+    """The worker's answer is not what its route answers: no JSON, or another shape."""
+
+
+class LegUnechoed(LegFailed):
+    """The worker did not answer in the output mode that it was asked for."""
 
 
 class LegBusy(LegError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from envelope.errors import LegFailed
+from envelope.errors import LegUnechoed, LegUnreadable
 from envelope.json_codec import JSONDecodeError, loads_lenient
 
 if TYPE_CHECKING:
@@ -23,27 +23,28 @@ def check_echo(leg: str, asked: str, reply: Any) -> None:
     does anyway, so it needs no echo.
 
     Raises:
-        LegFailed: the mode is missing or another one; says which vLLM is needed.
+        LegUnechoed: the mode is missing or another one; says which vLLM is needed.
+        LegUnreadable: the answer is no object.
     """
     if not isinstance(reply, dict):
-        raise LegFailed(leg, "the worker's answer is not a JSON object")
+        raise LegUnreadable(leg, "the worker's answer is not a JSON object")
     got = reply.get("output_mode")
     if got == asked or (asked == TOKENS and got is None):
         return
     said = "did not say in which output_mode it answered" if got is None else f"answered in output_mode {got!r}"
-    raise LegFailed(leg, f"the worker was asked for output_mode {asked!r} and {said}; that needs {needs(asked)}")
+    raise LegUnechoed(leg, f"the worker was asked for output_mode {asked!r} and {said}; that needs {needs(asked)}")
 
 
 def check_first_echo(leg: str, asked: str, data: bytes) -> None:
     """Make the echo check on a stream's first event, given as the bytes of its data.
 
     Raises:
-        LegFailed: as ``check_echo``, or the event is not JSON.
+        LegUnechoed, LegUnreadable: as ``check_echo``, or the event is not JSON.
     """
     try:
         chunk = loads_lenient(data)
     except JSONDecodeError:
-        raise LegFailed(leg, "the worker's first stream event is not JSON") from None
+        raise LegUnreadable(leg, "the worker's first stream event is not JSON") from None
     check_echo(leg, asked, chunk)
 
 

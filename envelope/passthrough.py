@@ -50,6 +50,7 @@ class PassThrough:
         self._end_marks = tuple(name.encode() for name in self._last_events) or (DONE,)
         self._strip = strip_transfer_params
         self._drop_usage = drop_usage
+        self._generating = False  # some event had content
         self._choice_seen = False
         self._ended = False
 
@@ -58,7 +59,11 @@ class PassThrough:
             block = self._events.whole(data)
         except EventTooLarge as error:
             raise LegFailed("decode", str(error)) from None
-        if not block or (self.content_seen and not self._worth_a_look(block)):
+        if not block:
+            return block
+        if self._generating and not self._worth_a_look(block):
+            if block[:1] != b":":  # what is no comment goes on with the answer
+                self.content_seen = True
             return block
         return b"".join([self._watch(event) for event in split(block)])
 
@@ -123,7 +128,8 @@ class PassThrough:
             self._ended = self._choice_seen = True
         if body.get("choices"):
             self._choice_seen = True
-        self.content_seen = self.content_seen or _has_content(body, kind)
+        if _has_content(body, kind):
+            self.content_seen = self._generating = True
 
 
 def without_transfer_params(body: Json) -> Json:

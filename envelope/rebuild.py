@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from envelope.errors import LegFailed
+from envelope.errors import LegUnreadable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,12 +24,12 @@ def reading(leg: str) -> Iterator[None]:
     """Take a worker's answer apart: where it has another shape than its route's, the worker is at fault.
 
     Raises:
-        LegFailed
+        LegUnreadable
     """
     try:
         yield
     except MISSHAPEN as error:
-        raise LegFailed(leg, f"cannot read the worker's answer: {error!r}") from error
+        raise LegUnreadable(leg, f"cannot read the worker's answer: {error!r}") from error
 
 
 def answer_id(request_id: Any, asked: Asked, prefix: str) -> str:
@@ -52,11 +52,11 @@ def choices_of(reply: Json) -> list[Json]:
     """Return the choices of a generate answer, in the order of their indexes.
 
     Raises:
-        LegFailed: there is none, or one is no object.
+        LegUnreadable: there is none, or one is no object.
     """
     choices = reply.get("choices")
     if not isinstance(choices, list) or not choices or not all(isinstance(item, dict) for item in choices):
-        raise LegFailed("decode", "the worker's answer has no choices")
+        raise LegUnreadable("decode", "the worker's answer has no choices")
     return sorted(choices, key=lambda choice: choice.get("index") or 0)
 
 
@@ -64,7 +64,7 @@ def content_of(choice: Json) -> str | None:
     """Return the text of a choice, of either output mode. None is a message without content (a tool call).
 
     Raises:
-        LegFailed: the choice has neither text nor message.
+        LegUnreadable: the choice has neither text nor message.
     """
     message = choice.get("message")
     if isinstance(message, dict):
@@ -72,7 +72,7 @@ def content_of(choice: Json) -> str | None:
         return content if content is None else str(content)
     text = choice.get("text")
     if not isinstance(text, str):
-        raise LegFailed(
+        raise LegUnreadable(
             "decode", "the worker's answer holds neither text nor message, as if it had no output_mode"
         )
     return text

@@ -35,7 +35,8 @@ class Shape(Protocol):
 
     Attributes:
         usage: the last usage object seen, for logs and metrics; None while there is none.
-        content_seen: a frame with generated content has been given back (a role frame does not count).
+        content_seen: a frame with generated content has been given back (a role frame does not count), since whoever
+            reads this last set it to False.
         error: the message of an error event that the worker sent mid-stream; the stream then is a failure.
     """
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, ClassVar
 import orjson
 
 from envelope import usage
-from envelope.errors import LegFailed
+from envelope.errors import LegFailed, LegUnreadable
 from envelope.json_codec import Json, JSONDecodeError, dumps, loads_lenient
 from envelope.passthrough import DONE, error_message
 from envelope.rebuild import MISSHAPEN, answer_id, choice_count, model_name
@@ -98,11 +98,12 @@ class TextStream(ABC):
                 return self._choice(chunk, choices[0])
             return b"".join([self._choice(chunk, choice) for choice in choices])
         except MISSHAPEN as error:
-            raise LegFailed("decode", f"cannot read a chunk of the worker's stream: {error!r}") from None
+            raise LegUnreadable("decode", f"cannot read a chunk of the worker's stream: {error!r}") from None
 
     def _choice(self, chunk: Json, choice: Json) -> bytes:
         before = self._before.get(choice["index"])
         if before is not None and choice["text"] and choice["finish_reason"] is None:
+            self.content_seen = True
             return before + dumps(choice["text"]) + self._after
         return self._special(chunk, choice)
 
@@ -157,7 +158,7 @@ class TextStream(ABC):
 
     def _end(self, data: bytes) -> bytes:
         if data.strip() != DONE:
-            raise LegFailed("decode", "an event of the worker's stream is no JSON object")
+            raise LegUnreadable("decode", "an event of the worker's stream is no JSON object")
         if self._ended or (self.error is None and len(self._finished) < self._count):
             return b""  # close() tells of the choice that never finished
         self._ended = True
@@ -187,5 +188,5 @@ def _lenient(data: bytes) -> Json:
     try:
         chunk: Json = loads_lenient(data)
     except JSONDecodeError as error:
-        raise LegFailed("decode", f"a chunk of the worker's stream is no JSON: {error}") from None
+        raise LegUnreadable("decode", f"a chunk of the worker's stream is no JSON: {error}") from None
     return chunk

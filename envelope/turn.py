@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from envelope import usage
-from envelope.errors import LegFailed
+from envelope.errors import LegFailed, LegUnreadable
 from envelope.json_codec import JSONDecodeError, loads_lenient
 from envelope.passthrough import DONE, error_message
 from envelope.rebuild import MISSHAPEN, choices_of, content_of
@@ -125,7 +125,7 @@ class TextChunks(ABC):
         try:
             return self._chunk(_parsed(data)) if data[:1] == b"{" else self._mark(data)
         except MISSHAPEN as error:
-            raise LegFailed("decode", f"cannot read a chunk of the worker's stream: {error!r}") from None
+            raise LegUnreadable("decode", f"cannot read a chunk of the worker's stream: {error!r}") from None
 
     def _chunk(self, chunk: Json) -> bytes:
         if chunk.get("error"):
@@ -154,7 +154,7 @@ class TextChunks(ABC):
 
     def _mark(self, data: bytes) -> bytes:
         if data.strip() != DONE:
-            raise LegFailed("decode", "an event of the worker's stream is no JSON object")
+            raise LegUnreadable("decode", "an event of the worker's stream is no JSON object")
         if self._finish is None:  # the end mark without a finish: close() calls it a cut
             return b""
         end = self._end()
@@ -199,5 +199,5 @@ def _lenient(data: bytes) -> Json:
     try:
         chunk: Json = loads_lenient(data)
     except JSONDecodeError as error:
-        raise LegFailed("decode", f"a chunk of the worker's stream is no JSON: {error}") from None
+        raise LegUnreadable("decode", f"a chunk of the worker's stream is no JSON: {error}") from None
     return chunk

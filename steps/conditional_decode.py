@@ -13,7 +13,7 @@ from pydantic import model_validator
 from coordinator.context import Answer
 from coordinator.step import Leg, PlanRow, Reply
 from envelope.client_request import has_media
-from envelope.errors import LegBusy, LegFailed, LegTimeout, NoWorker
+from envelope.errors import LegBusy, LegFailed, LegTimeout, LegUnreadable, NoWorker
 from envelope.formats import PATHS, Format
 from envelope.generate import asked_mode, check_echo, check_first_echo
 from envelope.legs import decode_for_generate_client
@@ -100,7 +100,7 @@ class ConditionalDecode:
         if mode is not None:
             check_echo(self.type, mode, reply.body)
         elif not isinstance(reply.body, dict):
-            raise LegFailed(self.type, "the worker's answer is not a JSON object")
+            raise LegUnreadable(self.type, "the worker's answer is not a JSON object")
         ctx.answer = self._answer(ctx, reply.raw, reply.headers)
         ctx.answer.body = reply.body
         return "hit"

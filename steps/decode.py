@@ -18,7 +18,7 @@ from coordinator.context import Answer
 from coordinator.step import Leg, PlanRow, Reply
 from envelope import completions
 from envelope.ec_transfer import put
-from envelope.errors import LegFailed
+from envelope.errors import LegFailed, LegUnreadable
 from envelope.formats import PATHS, Format, leg_format
 from envelope.generate import asked_mode, check_echo, check_first_echo
 from envelope.legs import (
@@ -109,6 +109,8 @@ class Decode:
 
     async def run(self, ctx: RequestContext, upstream: Upstream) -> str:
         self._check_age(ctx)
+        if ctx.handover is not None:
+            self._settings.events.handover_sent(self._settings.clock() - ctx.handover_at)
         fmt = leg_format(ctx.api, self._openai)
         # Whoever computes the prompt fetches what encode legs have made.
         body = put(self._body(ctx, fmt), None if ctx.prefilled else ctx.ec_params)
@@ -166,7 +168,7 @@ class Decode:
         if mode is not None:
             check_echo(self.type, mode, reply.body)
         elif not isinstance(reply.body, dict):
-            raise LegFailed(self.type, "the worker's answer is not a JSON object")
+            raise LegUnreadable(self.type, "the worker's answer is not a JSON object")
         ctx.answer = self._answer(ctx, fmt, reply.raw, reply.headers)
         ctx.answer.body = reply.body
 

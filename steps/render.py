@@ -14,7 +14,7 @@ from coordinator.outbound import Outbound
 from coordinator.step import Leg, LegLimits, PlanRow
 from coordinator.units import BaseUrl, Duration
 from envelope.client_request import has_media, prompt_token_ids
-from envelope.errors import BadRequest, LegFailed
+from envelope.errors import BadRequest, LegUnreadable
 from envelope.features import FeaturesWrong, check, check_counts, normal
 from envelope.formats import RENDER_PATHS, Format
 from envelope.kv_transfer import without_transfer_params
@@ -87,10 +87,10 @@ class Render:
         if isinstance(answer, list) and len(answer) == 1:
             answer = answer[0]
         if not isinstance(answer, dict) or not _are_token_ids(answer.get("token_ids")):
-            raise LegFailed(self.type, "the render service's answer has no token_ids; is it a vLLM render route?")
+            raise LegUnreadable(self.type, "the render service's answer has no token_ids; is it a vLLM render route?")
         for name in ("sampling_params", "reasoning_parser_kwargs", "parse_context"):
             if not isinstance(answer.get(name) or {}, dict):
-                raise LegFailed(self.type, f"the render service's answer has {name} that are no object")
+                raise LegUnreadable(self.type, f"the render service's answer has {name} that are no object")
         return without_transfer_params(answer)
 
     def _with_checked_media(self, ctx: RequestContext, rendered: Json) -> Json:
@@ -106,7 +106,7 @@ class Render:
             found = check(rendered.get("features"), len(rendered["token_ids"]), interleaved=interleaved)
             check_counts(found, counts(ctx.body, media))
         except FeaturesWrong as wrong:
-            raise LegFailed(self.type, f"the render service's answer does not fit the request: {wrong}") from wrong
+            raise LegUnreadable(self.type, f"the render service's answer does not fit the request: {wrong}") from wrong
         return rendered
 
     def _check_limits(self, api: Format, rendered: Json) -> None:

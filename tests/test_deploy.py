@@ -287,6 +287,9 @@ def test_probes_ask_paths_that_are_there(example: Example) -> None:
 
 
 class NoEvents:
+    def handover_sent(self, age_s: float) -> None:
+        raise AssertionError("no request was made")
+
     def handover_missing(self, reason: str, policy: str) -> None:
         raise AssertionError("no request was made")
 

@@ -26,6 +26,8 @@ TREE = {
     "UnsupportedMedia": (415, "UnsupportedMediaTypeError", "ClientError"),
     "HeadersTooLarge": (431, "RequestHeaderFieldsTooLargeError", "ClientError"),
     "LegFailed": (502, "BadGatewayError", "LegError"),
+    "LegUnreadable": (502, "BadGatewayError", "LegFailed"),
+    "LegUnechoed": (502, "BadGatewayError", "LegFailed"),
     "LegBusy": (503, "ServiceUnavailableError", "LegError"),
     "LegTimeout": (504, "GatewayTimeoutError", "LegError"),
     "NoWorker": (503, "ServiceUnavailableError", "LegError"),

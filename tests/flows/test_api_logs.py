@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from coordinator.logs import TRACE, HumanFormatter, JsonFormatter
+from coordinator.logs import TRACE, JsonFormatter, access
 from coordinator.sim import Canned, Fault
 from tests.flows.conftest import BOUND_S, config_tree, exchange
 
@@ -25,11 +25,11 @@ KEY = ("Authorization", "Bearer canary-key")
 
 
 class Lines(logging.Handler):
-    """Collects what would be written."""
+    """Collects what would be written, in JSON."""
 
-    def __init__(self, formatter: logging.Formatter) -> None:
+    def __init__(self) -> None:
         super().__init__(level=0)
-        self.setFormatter(formatter)
+        self.setFormatter(JsonFormatter())
         self.lines: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -45,10 +45,12 @@ class Lines(logging.Handler):
 def lines():
     """Every line of every logger, at the lowest level."""
     root = logging.getLogger()
-    handler, level = Lines(JsonFormatter()), root.level
+    handler, level = Lines(), root.level
     root.addHandler(handler)
     root.setLevel(TRACE)
+    access.put = lambda line: handler.lines.append(line.decode())
     yield handler
+    access.put = None
     root.removeHandler(handler)
     root.setLevel(level)
 
@@ -57,7 +59,7 @@ async def test_an_answered_request_is_one_line_with_its_legs_and_tokens(coordina
     at = await coordinator(fleet, "text")
     got = await at.chat("Say hello.", ("X-Request-Id", "ask-1"))
     (line,) = lines.requests
-    assert set(line) == ALWAYS | {"leg_id", "stream", "legs", "prompt_tokens", "completion_tokens"}
+    assert set(line) == ALWAYS | {"leg_id", "model", "stream", "legs", "prompt_tokens", "completion_tokens"}
     assert {
         name: line[name] for name in ("message", "level", "request_id", "route", "status", "outcome", "stream")
     } == {
@@ -72,7 +74,8 @@ async def test_an_answered_request_is_one_line_with_its_legs_and_tokens(coordina
     usage = got.body["usage"]
     assert (line["prompt_tokens"], line["completion_tokens"]) == (usage["prompt_tokens"], usage["completion_tokens"])
     assert list(line["legs"]) == ["render", "prefill", "decode"]
-    assert all(set(leg) == {"seconds", "outcome"} and leg["outcome"] == "ok" for leg in line["legs"].values())
+    assert all(set(leg) == {"seconds", "outcome", "worker"} and leg["outcome"] == "ok" for leg in line["legs"].values())
+    assert [f"http://{leg['worker']}" for leg in line["legs"].values()] == [worker.url for worker in fleet.workers]
     assert 0 < sum(leg["seconds"] for leg in line["legs"].values()) <= line["seconds"]
 
 
@@ -160,18 +163,11 @@ async def test_a_side_question_is_a_line_and_a_metric_too(coordinator, fleet, li
     assert await at.count("coordinator_requests_total", route="count_tokens", outcome="bad_request") == 1
 
 
-async def test_a_line_for_people_says_the_same(coordinator, fleet):
-    handler = Lines(HumanFormatter())
-    logger = logging.getLogger("coordinator.access")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        at = await coordinator(fleet)
-        await at.chat("Say hello.", ("X-Request-Id", "ask-1"))
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(logging.NOTSET)
-    (line,) = handler.lines
+async def test_a_line_for_people_says_the_same(coordinator, fleet, lines, monkeypatch):
+    monkeypatch.setattr(access, "human", True)
+    at = await coordinator(fleet)
+    await at.chat("Say hello.", ("X-Request-Id", "ask-1"))
+    (line,) = [line for line in lines.lines if not line.startswith("{")]
     assert "info    request request_id=ask-1 route=chat status=200 outcome=ok" in line
 
 

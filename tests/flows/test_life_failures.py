@@ -37,6 +37,8 @@ UNUSABLE = {
     "a redirect": Fault(canned=Canned(307, "", (("Location", "http://10.1.2.3/"),))),
 }
 
+UNREADABLE = [UNUSABLE[name] for name in ("half of it", "null", "a number", "empty", "HTML")]
+
 
 @pytest.mark.parametrize("leg", ["render", "prefill", "decode"])
 @pytest.mark.parametrize("fault", UNUSABLE.values(), ids=UNUSABLE)
@@ -54,7 +56,10 @@ async def test_an_answer_that_is_of_no_use_is_a_502_that_names_the_leg(
     assert SECRET not in str(got) and "html" not in str(got)
     assert bool(legs(fleet.decode)) == (leg == "decode")
     assert await at.count("coordinator_requests_total", outcome="leg_failed") == 1
-    assert await at.count("coordinator_leg_seconds_count", step=leg, outcome="LegFailed") == 1
+    unreadable = fault in UNREADABLE
+    outcome = "LegUnreadable" if unreadable else "LegFailed"
+    assert await at.count("coordinator_leg_seconds_count", step=leg, outcome=outcome) == 1
+    assert await at.count("coordinator_answers_unusable_total", step=leg, reason="unreadable") == unreadable
 
 
 # A stream has no length to be true to, so half of one is a case of test_stream_endings.
