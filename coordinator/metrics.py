@@ -207,7 +207,6 @@ class Metrics:
             ["role"],
             registry=registry,
         )
-
         self.config_reloads = Counter(
             "coordinator_config_reloads",
             "Times that the file was read again while running, by result: applied, unchanged, refused.",
