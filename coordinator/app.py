@@ -28,9 +28,11 @@ from coordinator.problems import Path, show_path
 from coordinator.questions import Questions
 from coordinator.release import Releaser
 from coordinator.respond import Manner
+from coordinator.routing.choice import pool_router
 from coordinator.routing.gateway import GatewayRouter
 from coordinator.routing.header import HeaderRouter
 from coordinator.routing.members import Members
+from coordinator.routing.policies import RoundRobin
 from coordinator.routing.pool import PoolRouter
 from coordinator.rules import ROLES
 from coordinator.server import Front
@@ -42,7 +44,9 @@ from steps.decode import Decode
 from steps.render import Render
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping, Sequence
+    import ssl
+    from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+    from typing import Any
 
     from coordinator.admission import Place
     from coordinator.config import Config
@@ -151,7 +155,12 @@ def plan(
         watch=credentials.watch,
         routing_headers=tuple(routing),
         drop=frozenset((*routing, *discarded(config))),
-        background=(credentials.watch.run, readiness.run, partial(names.run, questions.listed)),
+        background=(
+            credentials.watch.run,
+            readiness.run,
+            partial(names.run, questions.listed),
+            *_watches(upstream.links),
+        ),
     )
 
 
@@ -170,11 +179,12 @@ def links(config: Config, steps: Sequence[Step], credentials: Credentials | Clos
         pool: Pool | None = getattr(config.pools, role)
         if pool is not None:
             at: Path = ("pools", role)
+            tls = credentials.verification(pool, at)
             found[role] = RoleLink(
-                _pool_router(config, pool, credentials.headers(pool, at)),
+                _pool_router(config, role, pool, credentials.headers(pool, at), tls),
                 pool.max_idle_conns_per_host,
                 pool.idle_conn_timeout,
-                tls=credentials.verification(pool, at),
+                tls=tls,
                 our_key=_our_key(config, pool, at),
             )
         elif config.gateway is not None:
@@ -191,7 +201,7 @@ def links(config: Config, steps: Sequence[Step], credentials: Credentials | Clos
         if isinstance(step, Render):
             params, at = step.params, ("pipeline", "steps", index, "params")
             found["render"] = RoleLink(
-                PoolRouter(Members((params.address,), credentials.headers(params, at)), "round_robin"),
+                PoolRouter(Members((params.address,), credentials.headers(params, at)), RoundRobin()),
                 params.max_idle_conns_per_host,
                 params.idle_conn_timeout,
                 tls=credentials.verification(params, at),
@@ -267,9 +277,17 @@ def _place(role: str, router: Router, limit: int) -> Place:
     return of
 
 
-def _pool_router(config: Config, pool: Pool, headers: Sequence[tuple[str, str]]) -> PoolRouter | HeaderRouter:
+def _watches(links: Mapping[str, RoleLink]) -> list[Callable[[], Coroutine[Any, Any, None]]]:
+    """Return what keeps up to date what policies go by."""
+    routers = (link.router for link in links.values())
+    return [router.watch.run for router in routers if isinstance(router, PoolRouter) and router.watch is not None]
+
+
+def _pool_router(
+    config: Config, role: str, pool: Pool, headers: Sequence[tuple[str, str]], tls: ssl.SSLContext | None
+) -> PoolRouter | HeaderRouter:
     if pool.endpoints is not None:
-        return PoolRouter(Members(pool.endpoints, headers), pool.policy, pool.max_inflight)
+        return pool_router(role, pool, Members(pool.endpoints, headers), tls)
     assert pool.header is not None and pool.allow is not None
     if pool is config.pools.encode:
         return HeaderRouter(pool.header, pool.allow, spread=True, headers=headers)

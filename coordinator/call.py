@@ -30,7 +30,9 @@ _DONE = b"[DONE]"
 class Call:
     """One leg under way: owns its worker's permit and its connection. Implements ``coordinator.context.LiveStream``."""
 
-    def __init__(self, leg: Leg, worker: Worker, pool: Pool, attempt: int = 0, begun: float | None = None) -> None:
+    def __init__(
+        self, leg: Leg, worker: Worker, pool: Pool, attempt: int = 0, begun: float | None = None, tokens: int = 0
+    ) -> None:
         self.leg = leg
         self.worker = worker
         self._pool = pool
@@ -46,7 +48,8 @@ class Call:
         self._head: list[bytes] = []
         self._first = b""
         self._closed = False
-        worker.in_flight += 1
+        self._tokens = tokens
+        worker.begin(tokens)
 
     @property
     def headers(self) -> Headers:
@@ -152,7 +155,7 @@ class Call:
         if self._closed:
             return
         self._closed = True
-        self.worker.in_flight -= 1
+        self.worker.end(self._tokens)
         if self.watched is not None:
             self.watched.close()
         if self.connection is not None:

@@ -16,6 +16,8 @@ slot                  set by                  read by
 ``carried``           upstream                upstream (headers of later legs)
 ``on_late_handover``  server                prefill, when its answer comes after the client has left
 ``failed``            upstream                upstream (workers to avoid when a leg is made again)
+``prompt_tokens``     routing                 routing (what a leg weighs)
+``blocks``            routing                 routing (what the prompt begins with)
 ``places``            server                  pipeline (gives prefill's back early)
 ``queued_s``          server                  the access log, Server-Timing
 ``answer``            conditional-decode,     pipeline, respond
@@ -172,6 +174,8 @@ class RequestContext:
     abandoned: list[Mapping[str, Any]] = field(default_factory=list)
     on_late_handover: Callable[[], None] = _nobody_left
     failed: list[Any] = field(default_factory=list)
+    prompt_tokens: int | None = None
+    blocks: tuple[Any, Sequence[int]] | None = None
     places: Places | None = None
     carried: dict[str, str] = field(default_factory=dict)
     queued_s: float = 0.0

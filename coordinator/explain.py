@@ -65,13 +65,14 @@ _SECRETS = frozenset(("authorization", "api-key", "x-api-key", "cookie"))
 
 @dataclass(frozen=True, slots=True)
 class SentLeg:
-    """One leg as it would be sent."""
+    """One leg as it would be sent; ``picked`` is how its worker came to be picked."""
 
     step: str
     method: str
     url: str
     headers: Headers
     body: Json
+    picked: str | None = None
 
     def as_json(self) -> Json:
         """Return the leg to be shown: keys are masked, all else is exact."""
@@ -79,6 +80,7 @@ class SentLeg:
             "step": self.step,
             "method": self.method,
             "url": self.url,
+            **({} if self.picked is None else {"picked": self.picked}),
             "headers": [[name, _masked(name, value)] for name, value in self.headers],
             "body": self.body,
         }
@@ -113,7 +115,8 @@ class _Scribe:
         if worker is None:
             raise NoWorker(leg.step, f"there is no {leg.role} worker")
         headers = (("Content-Type", "application/json"), *leg_headers(ctx, leg, worker))
-        self.sent.append(SentLeg(leg.step, "POST", worker.url + leg.path, headers, leg.body))
+        picked = self._links[leg.role].router.why(ctx, worker)
+        self.sent.append(SentLeg(leg.step, "POST", worker.url + leg.path, headers, leg.body, picked))
 
 
 class _NoFetcher:

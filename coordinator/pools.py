@@ -8,18 +8,75 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from coordinator.outbound import Outbound
-from coordinator.section import HeaderName, Section, not_yet
-from coordinator.units import Allow, BaseUrl, Count, Duration, Items, Whole, origin
+from coordinator.section import HeaderName, Section
+from coordinator.units import Allow, BaseUrl, Count, Duration, Items, PositiveDuration, Whole, origin
 
-Policy = Annotated[
-    Literal["round_robin", "least_inflight"],
-    not_yet(
-        {
-            name: f"{name} comes in a later release, write round_robin or least_inflight"
-            for name in ("power_of_two", "prefix_affinity")
-        }
-    ),
-]
+PolicyName = Literal["round_robin", "random", "power_of_two", "least_inflight", "prefix_affinity", "load_aware"]
+
+_PARAMS_OF: dict[PolicyName, tuple[str, ...]] = {
+    "prefix_affinity": ("block_tokens", "remembered_blocks", "max_load", "free_tokens"),
+    "load_aware": ("scrape_interval", "scrape_timeout", "stale_after"),
+}
+
+
+class PolicyParams(Section):
+    """What a policy goes by; each key belongs to one policy."""
+
+    block_tokens: Count = Field(
+        128,
+        description="prefix_affinity: prompts are compared in blocks of so many tokens; a multiple of the workers' own "
+        "block size",
+    )
+    remembered_blocks: Count = Field(
+        200_000,
+        description="prefix_affinity: blocks of which it is remembered who was sent them; about as many as fit into "
+        "all workers' KV caches, at some 300 bytes each here",
+    )
+    max_load: float = Field(
+        1.25,
+        ge=1,
+        description="prefix_affinity: a worker with more than so many times the mean of tokens in flight gets nothing "
+        "more",
+    )
+    free_tokens: Whole = Field(
+        8192,
+        ge=0,
+        description="prefix_affinity: tokens in flight that a worker may have whatever the others have",
+    )
+    scrape_interval: PositiveDuration = Field(1.0, description="load_aware: how often workers' /metrics are read")
+    scrape_timeout: PositiveDuration = Field(1.0, description="load_aware: how long one may take to answer")
+    stale_after: PositiveDuration = Field(
+        5.0,
+        description="load_aware: how long an answer is gone by; without one, a worker is judged by its legs in flight",
+    )
+
+
+class HealthParams(Section):
+    """When a worker is left out for a while."""
+
+    failures: Whole = Field(
+        5,
+        ge=0,
+        description="legs that fail in a row before a worker is left out; 4xx, full queues and clients that left are "
+        "no failures; 0 is never",
+    )
+    ejection_time: PositiveDuration = Field(
+        10.0, description="how long it is left out at first; each time after that twice as long"
+    )
+    max_ejection_time: PositiveDuration = Field(
+        300.0, description="and never longer; after as long without a failure it begins anew"
+    )
+    panic_threshold: Whole = Field(
+        20,
+        ge=0,
+        le=100,
+        description="percent of the workers that must be left; with fewer all are used, whatever is known of them; 0 "
+        "uses none that are out",
+    )
+
+    def _faults(self) -> Iterator[tuple[str, str]]:
+        if self.max_ejection_time < self.ejection_time:
+            yield "max_ejection_time", "is shorter than ejection_time, write the longer of both here"
 
 
 class Pool(Section, Outbound):
@@ -41,9 +98,13 @@ class Pool(Section, Outbound):
         None,
         description="who the header may name: networks, IPs or host names, each also with :port or :low-high",
     )
-    policy: Policy = Field(
-        "round_robin", description="how one of the endpoints is picked: round_robin or least_inflight"
+    policy: PolicyName = Field(
+        "round_robin",
+        description="how a worker is picked: round_robin (the default), random, power_of_two, least_inflight, "
+        "prefix_affinity or load_aware; docs/routing.md says when to use which",
     )
+    policy_params: PolicyParams = Field(default_factory=PolicyParams, description="what the policy goes by")
+    health: HealthParams = Field(default_factory=HealthParams, description="when a worker is left out for a while")
     max_inflight: Whole = Field(
         0,
         ge=0,
@@ -63,6 +124,7 @@ class Pool(Section, Outbound):
             yield from self._header_faults()
         elif self.endpoints is not None:
             yield from self._endpoint_faults(self.endpoints)
+            yield from self._policy_faults()
         else:
             yield "", "the pool names no workers, write endpoints: [http://host:8000] or header: with allow:"
 
@@ -73,8 +135,14 @@ class Pool(Section, Outbound):
                 "missing: whoever can send a request names the worker, so write which may be called, "
                 "such as ['10.0.0.0/8:8000']",
             )
-        if "policy" in self.model_fields_set:
-            yield "policy", "the header names the worker, so there is none to pick: take the key out"
+        for key in ("policy", "policy_params", "health"):
+            if key in self.model_fields_set:
+                yield key, "the header names the worker, so there is none to pick: take the key out"
+
+    def _policy_faults(self) -> Iterator[tuple[str, str]]:
+        for key in sorted(self.policy_params.model_fields_set.difference(_PARAMS_OF.get(self.policy, ()))):
+            owner = next(name for name, keys in _PARAMS_OF.items() if key in keys)
+            yield "policy_params", f"{key} means nothing to {self.policy}: take it out, or write policy: {owner}"
 
     def _endpoint_faults(self, endpoints: tuple[str, ...]) -> Iterator[tuple[str, str]]:
         if not endpoints:
@@ -101,3 +169,5 @@ class Pools(Section):
                 "encode",
                 "max_inflight counts requests, and one may make many encode legs: bound them by max_parallel",
             )
+        if self.encode is not None and self.encode.policy == "prefix_affinity":
+            yield "encode", "prefix_affinity goes by the prompt, and encode legs hold media: write least_inflight"

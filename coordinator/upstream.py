@@ -140,7 +140,7 @@ class HttpUpstream:
         worker = router.pick(ctx, ctx.failed) or router.pick(ctx)
         while worker is not None:
             refused = False
-            call = Call(leg, worker, self._pools[leg.role], len(tried), begun)
+            call = Call(leg, worker, self._pools[leg.role], len(tried), begun, router.weight(ctx))
             call.watched = watched = self._watcher.begin(ctx, leg, worker, len(tried))
             try:
                 answer = await once(call)

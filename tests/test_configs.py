@@ -74,8 +74,10 @@ def test_the_reference_has_every_key_of_the_models_and_no_other() -> None:
     tree = switched_on()
     sections = {path: (has, written) for path, has, written in walk(Config, tree)}
     # A pool is described once, over all roles: one is named by a header, the others by their endpoints.
-    pools = [sections.pop(f"pools.{role}.") for role in ("encode", "prefill", "decode")]
-    sections["a pool"] = (pools[0][0], set().union(*(keys for _, keys in pools)))
+    for inside in ("", "policy_params.", "health."):
+        paths = [path for role in ("encode", "prefill", "decode") if (path := f"pools.{role}.{inside}") in sections]
+        pools = [sections.pop(path) for path in paths]
+        sections[f"a pool's {inside}"] = (pools[0][0], set().union(*(keys for _, keys in pools)))
     sections |= {
         step["type"]: (set(STEP_TYPES[step["type"]].params.model_fields), set(step["params"]))
         for step in tree["pipeline"]["steps"]
@@ -116,9 +118,9 @@ def test_a_key_that_is_off_and_has_a_default_shows_it(tmp_path: Path) -> None:
             if not info.is_required() and info.default is not None:
                 assert getattr(shown, name) == info.default, (step["type"], name)
     config = Config.model_validate(tree)
-    for pool in (config.pools.prefill, config.pools.decode):
-        for name in pool.model_fields_set:
-            default = type(pool).model_fields[name].default
+    for pool in (config.pools.encode, config.pools.prefill, config.pools.decode):
+        for name in pool.model_fields_set - {"policy"}:  # each shows one that has parameters
+            default = type(pool).model_fields[name].get_default(call_default_factory=True)
             assert default is None or getattr(pool, name) == default
 
 

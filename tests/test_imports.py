@@ -140,7 +140,7 @@ TABLE = (
         f"the modules that do I/O (routing, {', '.join(WIRED)}) import aiohttp, envelope, the core, "
         "coordinator.units and one another",
         may=(*AIOHTTP, "coordinator.units", *ENVELOPE, *CORE, *IO),
-        types=("coordinator.config", "coordinator.keys", "coordinator.watch"),
+        types=("coordinator.config", "coordinator.pools", "coordinator.keys", "coordinator.watch"),
     ),
     Row(
         CONFIG,

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from coordinator.context import RequestContext
+    from envelope.errors import ApiError
 
 
 class GatewayRouter:
@@ -29,6 +30,15 @@ class GatewayRouter:
 
     def pick(self, ctx: RequestContext, tried: Sequence[Worker] = ()) -> Worker:
         return self._worker  # the picker behind it chooses anew
+
+    def why(self, ctx: RequestContext, worker: Worker) -> str:
+        return "the endpoint picker behind the gateway chooses"
+
+    def weight(self, ctx: RequestContext) -> int:
+        return 0
+
+    def report(self, worker: Worker, error: ApiError | None) -> None:
+        pass  # the health of what is behind it is the gateway's business
 
     def known(self) -> tuple[Worker, ...]:
         return (self._worker,)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from coordinator.context import RequestContext
     from coordinator.units import AllowEntry
+    from envelope.errors import ApiError
 
 # Workers are remembered for their in-flight count alone, so the oldest may be forgotten.
 _REMEMBERED = 4096
@@ -77,6 +78,15 @@ class HeaderRouter:
             left = (url for url in left if origin(url) not in self._never)
         url = next(left, None)
         return None if url is None else self._worker(url)
+
+    def why(self, ctx: RequestContext, worker: Worker) -> str:
+        return f"named by the header {self._header}"
+
+    def weight(self, ctx: RequestContext) -> int:
+        return 0
+
+    def report(self, worker: Worker, error: ApiError | None) -> None:
+        pass  # who named the worker chooses among the well ones
 
     def known(self) -> tuple[Worker, ...]:
         return ()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from coordinator.routing.router import Worker
+from coordinator.routing.router import PoolLoad, Worker
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -21,11 +21,13 @@ class Members:
         headers: what every leg to them carries.
 
     Attributes:
+        load: what they do together.
         workers: those that may be picked, in the order in which they were named.
         generation: another number after each change.
     """
 
     def __init__(self, urls: Iterable[str] = (), headers: Sequence[tuple[str, str]] = ()) -> None:
+        self.load = PoolLoad()
         self._headers = headers
         self._leaving: dict[str, Worker] = {}
         self.workers: tuple[Worker, ...] = ()
@@ -40,7 +42,7 @@ class Members:
     def replace(self, urls: Iterable[str]) -> None:
         """Let these be the workers; who is among them already stays as it is."""
         before = {worker.url: worker for worker in (*self.leaving, *self.workers)}
-        now = {url: before.get(url) or Worker(url, self._headers) for url in urls}
+        now = {url: before.get(url) or Worker(url, self._headers, self.load) for url in urls}
         self._leaving = {url: worker for url, worker in before.items() if url not in now}
         if (workers := tuple(now.values())) != self.workers:
             self.workers = workers

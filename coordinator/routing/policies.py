@@ -1,28 +1,206 @@
-"""The policies that choose one worker of a pool."""
+"""The policies that choose one worker of a pool by its turn, by chance, or by its load.
+
+A policy is told the workers whenever they change, and from then on chooses among them. It is asked for every leg, of
+pools with hundreds of workers, so none of them looks at every worker for a choice.
+
+Source: M. Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing".
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import heapq
+import random
+from itertools import count
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
-    from coordinator.routing.router import Worker
+    from coordinator.context import RequestContext
+    from coordinator.routing.router import PoolLoad, Worker
+
+    Usable = Callable[[Worker], bool] | None
+    """Says which workers may be chosen; None is all of them."""
 
 
-def round_robin(workers: Sequence[Worker], turn: int) -> Worker:
+# Draws that may miss before the workers are looked through: they do where most are full, or were tried.
+_DRAWS = 4
+
+
+class Policy(Protocol):
+    """One way to choose.
+
+    Attributes:
+        weighs: it goes by the tokens in flight, so legs must be counted with their weight.
+    """
+
+    weighs: bool
+
+    def use(self, workers: Sequence[Worker]) -> None:
+        """Choose among these from now on."""
+
+    def choose(self, ctx: RequestContext, usable: Usable = None) -> Worker | None:
+        """Return the worker for a leg of this request; None when no worker may be chosen."""
+
+    def why(self, worker: Worker) -> str:
+        """Say why this worker, which was chosen last."""
+
+
+class RoundRobin:
     """Each in its turn."""
-    return workers[turn % len(workers)]
+
+    weighs = False
+
+    def __init__(self) -> None:
+        self._workers: Sequence[Worker] = ()
+        self._turn = -1
+
+    def use(self, workers: Sequence[Worker]) -> None:
+        self._workers = workers
+
+    def choose(self, ctx: RequestContext, usable: Usable = None) -> Worker | None:
+        workers = self._workers
+        for _ in range(len(workers)):
+            self._turn = (self._turn + 1) % len(workers)
+            worker = workers[self._turn]
+            if usable is None or usable(worker):
+                return worker
+        return None
+
+    def why(self, worker: Worker) -> str:
+        return f"turn {self._turn + 1} of {len(self._workers)}"
 
 
-def least_inflight(workers: Sequence[Worker], turn: int) -> Worker:
-    """The one with the fewest legs being answered; among equals, each in its turn."""
-    fewest = min(worker.in_flight for worker in workers)
-    idle = [worker for worker in workers if worker.in_flight == fewest]
-    return idle[turn % len(idle)]
+class _ByChance:
+    """
+    Args:
+        chance: a number from 0 up to 1, without it.
+    """
+
+    def __init__(self, chance: Callable[[], float] = random.random) -> None:
+        self._workers: Sequence[Worker] = ()
+        self._chance = chance
+
+    def use(self, workers: Sequence[Worker]) -> None:
+        self._workers = workers
+
+    def _any(self, usable: Usable, but: Worker | None = None) -> Worker | None:
+        """Return some usable worker other than ``but``."""
+        workers = self._workers
+        for _ in range(_DRAWS if workers else 0):
+            worker = workers[int(self._chance() * len(workers))]
+            if worker is not but and (usable is None or usable(worker)):
+                return worker
+        left = [worker for worker in workers if worker is not but and (usable is None or usable(worker))]
+        return left[int(self._chance() * len(left))] if left else None
 
 
-POLICIES: dict[str, Callable[[Sequence[Worker], int], Worker]] = {
-    "round_robin": round_robin,
-    "least_inflight": least_inflight,
-}
+class Random(_ByChance):
+    """Any, by chance: replicas of the coordinator never fall into step."""
+
+    weighs = False
+
+    def choose(self, ctx: RequestContext, usable: Usable = None) -> Worker | None:
+        return self._any(usable)
+
+    def why(self, worker: Worker) -> str:
+        return f"one of {len(self._workers)}"
+
+
+class PowerOfTwo(_ByChance):
+    """The less loaded of two that chance names."""
+
+    weighs = True
+
+    def choose(self, ctx: RequestContext, usable: Usable = None) -> Worker | None:
+        one = self._any(usable)
+        other = self._any(usable, but=one)
+        return one if other is None or (one is not None and one.tokens <= other.tokens) else other
+
+    def why(self, worker: Worker) -> str:
+        return f"the less loaded of two, with {in_flight(worker)}"
+
+
+def in_flight(worker: Worker) -> str:
+    """Say what a worker has to do, as far as it comes from here."""
+    return f"{worker.in_flight} legs and {worker.tokens} tokens in flight"
+
+
+def tokens(worker: Worker) -> float:
+    return worker.tokens
+
+
+class LeastLoaded:
+    """The one with the least load; among equals, the one that was chosen longest ago.
+
+    The workers stand in a heap by the load they had when they were entered. A load that has grown since is put right
+    when its entry comes to the top; for one that has fallen a new entry is made, and the old one is void. So a choice
+    costs a few steps of the heap, however many workers there are.
+
+    Args:
+        pool: tells of legs that end.
+        load: what to go by.
+        told: the same in words.
+    """
+
+    weighs = True
+
+    def __init__(
+        self,
+        pool: PoolLoad,
+        load: Callable[[Worker], float] = tokens,
+        told: Callable[[Worker], str] = in_flight,
+    ) -> None:
+        self._load = load
+        self._told = told
+        self._numbers = count()
+        self._heap: list[tuple[float, int, Worker]] = []
+        self._valid: dict[Worker, int] = {}  # the number of each worker's entry
+        pool.eased = self.enter
+
+    def use(self, workers: Iterable[Worker]) -> None:
+        self._valid = {worker: next(self._numbers) for worker in workers}
+        self._rebuild()
+
+    def enter(self, worker: Worker) -> None:
+        """Let a worker stand at its present load."""
+        if worker in self._valid:
+            self._valid[worker] = number = next(self._numbers)
+            heapq.heappush(self._heap, (self._load(worker), number, worker))
+            if len(self._heap) > 4 * len(self._valid) + 64:
+                self._rebuild()
+
+    def choose(self, ctx: RequestContext, usable: Usable = None) -> Worker | None:
+        passed_over = []
+        while (worker := self._top()) is not None:
+            if usable is None or usable(worker):
+                self._to_the_end_of_its_equals(worker)
+                break
+            passed_over.append(heapq.heappop(self._heap))
+        for entry in passed_over:
+            heapq.heappush(self._heap, entry)
+        return worker
+
+    def why(self, worker: Worker) -> str:
+        return f"the least loaded, with {self._told(worker)}"
+
+    def _top(self) -> Worker | None:
+        """Return the least loaded worker, whose entry is then the first and right."""
+        heap = self._heap
+        while heap:
+            load, number, worker = heap[0]
+            if self._valid.get(worker) != number:
+                heapq.heappop(heap)
+            elif (now := self._load(worker)) > load:
+                heapq.heapreplace(heap, (now, number, worker))
+            else:
+                return worker
+        return None
+
+    def _to_the_end_of_its_equals(self, worker: Worker) -> None:
+        self._valid[worker] = number = next(self._numbers)
+        heapq.heapreplace(self._heap, (self._load(worker), number, worker))
+
+    def _rebuild(self) -> None:
+        self._heap = [(self._load(worker), number, worker) for worker, number in self._valid.items()]
+        heapq.heapify(self._heap)

@@ -1,17 +1,26 @@
-"""The workers of a pool, and one of them for each leg."""
+"""The workers of a pool, and one of them for each leg: by the policy, of those that are well and have room."""
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
-from coordinator.routing.policies import POLICIES
+from coordinator.logs import log
+from envelope.prompt import count_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from coordinator.context import RequestContext
+    from coordinator.routing.health import Health
+    from coordinator.routing.load import LoadWatch
     from coordinator.routing.members import Members
+    from coordinator.routing.policies import Policy, Usable
     from coordinator.routing.router import Worker
+    from envelope.errors import ApiError
+
+# What a leg weighs beside its prompt: its place in the worker's batch.
+LEG_TOKENS = 256
 
 
 class PoolRouter:
@@ -19,27 +28,87 @@ class PoolRouter:
     Args:
         members: the workers, which may change at any time.
         policy: how one of them is chosen.
+        health: which of them may be; None is all.
+        name: the policy's, for the log.
         max_inflight: legs that a worker is given at a time, 0 is no limit. ``admission`` lets no more requests in than
             there is room for, so a worker gets one more only where the others have failed.
+        by_prompt: a leg weighs as much as the prompt is long; not so where legs carry parts of it.
+        watch: keeps up to date what the policy goes by; the owner runs it.
     """
 
-    def __init__(self, members: Members, policy: str, max_inflight: int = 0) -> None:
+    def __init__(
+        self,
+        members: Members,
+        policy: Policy,
+        health: Health | None = None,
+        *,
+        name: str = "",
+        max_inflight: int = 0,
+        by_prompt: bool = True,
+        watch: LoadWatch | None = None,
+    ) -> None:
         self.members = members
-        self._choose = POLICIES[policy]
+        self.health = health
+        self.policy = policy
+        self.name = name
+        self.watch = watch
         self._max_inflight = max_inflight
-        self._turn = -1
+        self._by_prompt = by_prompt
+        self._in_use: Sequence[Worker] | None = None
 
     def serves(self, ctx: RequestContext) -> bool:
         return True
 
     def pick(self, ctx: RequestContext, tried: Sequence[Worker] = ()) -> Worker | None:
-        self._turn += 1
-        left: Sequence[Worker] = self.members.workers
-        if tried:
-            left = [worker for worker in left if worker not in tried]
-        if self._max_inflight:
-            left = [worker for worker in left if worker.in_flight < self._max_inflight] or left
-        return self._choose(left, self._turn) if left else None
+        self._follow()
+        worker = self.policy.choose(ctx, self._usable(tried, self._max_inflight))
+        if worker is None and self._max_inflight:
+            worker = self.policy.choose(ctx, self._usable(tried, 0))
+        if worker is None:
+            return None
+        if self.health is not None and worker in self.health.on_trial:
+            self.health.tries(worker)
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("%s is picked %s", worker.url, self.why(ctx, worker), extra={"fields": {"leg_id": ctx.leg_id}})
+        return worker
+
+    def why(self, ctx: RequestContext, worker: Worker) -> str:
+        return f"by {self.name}: {self.policy.why(worker)}" if len(self.members.workers) > 1 else "the only worker"
+
+    def weight(self, ctx: RequestContext) -> int:
+        if not self.policy.weighs:
+            return 0
+        if not self._by_prompt:
+            return LEG_TOKENS
+        if ctx.prompt_tokens is None:
+            ctx.prompt_tokens = count_tokens(ctx.api, ctx.body, ctx.rendered)
+        return LEG_TOKENS + ctx.prompt_tokens
+
+    def report(self, worker: Worker, error: ApiError | None) -> None:
+        if self.health is not None and (error is not None or worker.failures):
+            self.health.report(worker, error)
 
     def known(self) -> tuple[Worker, ...]:
         return self.members.workers
+
+    def _follow(self) -> None:
+        """Let the policy choose among the workers of now."""
+        used = self.members.workers if self.health is None else self.health.used()
+        if used is not self._in_use:
+            self._in_use = used
+            self.policy.use(used)
+
+    def _usable(self, tried: Sequence[Worker], max_inflight: int) -> Usable:
+        health = self.health
+        on_trial = health.on_trial if health is not None else ()
+        if not (tried or max_inflight or on_trial):
+            return None
+
+        def usable(worker: Worker) -> bool:
+            return (
+                worker not in tried
+                and (not max_inflight or worker.in_flight < max_inflight)
+                and (worker not in on_trial or health is None or health.may_try(worker))
+            )
+
+        return usable

@@ -6,9 +6,27 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from coordinator.context import RequestContext
+    from envelope.errors import ApiError
+
+
+def _nobody_asks(worker: Worker) -> None:
+    """Stand for the policy where none orders workers by their load."""
+
+
+@dataclass(slots=True)
+class PoolLoad:
+    """What the workers of a pool do together.
+
+    Attributes:
+        tokens: the sum of their tokens in flight.
+        eased: told of a worker whose leg has ended.
+    """
+
+    tokens: int = 0
+    eased: Callable[[Worker], None] = _nobody_asks
 
 
 @dataclass(slots=True, eq=False)
@@ -19,11 +37,29 @@ class Worker:
         url: base URL without a trailing slash.
         headers: what every leg to it carries; a key among them is changed in place when it is renewed.
         in_flight: legs that are being answered now.
+        tokens: of their prompts, and something for each leg; 0 where the policy does not ask for it.
+        failures: legs that failed in a row.
     """
 
     url: str
     headers: Sequence[tuple[str, str]] = field(default=(), repr=False)
+    pool: PoolLoad = field(default_factory=PoolLoad, repr=False)
     in_flight: int = 0
+    tokens: int = 0
+    failures: int = 0
+
+    def begin(self, tokens: int = 0) -> None:
+        """Count a leg, and what it weighs."""
+        self.in_flight += 1
+        self.tokens += tokens
+        self.pool.tokens += tokens
+
+    def end(self, tokens: int = 0) -> None:
+        """Count a leg no more; with the weight that it began with."""
+        self.in_flight -= 1
+        self.tokens -= tokens
+        self.pool.tokens -= tokens
+        self.pool.eased(self)
 
 
 class Router(Protocol):
@@ -34,6 +70,15 @@ class Router(Protocol):
 
     def pick(self, ctx: RequestContext, tried: Sequence[Worker] = ()) -> Worker | None:
         """Return the worker for one leg of this request; None when those that were tried are all there are."""
+
+    def why(self, ctx: RequestContext, worker: Worker) -> str:
+        """Say how the worker that was picked last came to be picked."""
+
+    def weight(self, ctx: RequestContext) -> int:
+        """Return the tokens that a leg of this request counts as while it is in flight; 0 where nobody asks."""
+
+    def report(self, worker: Worker, error: ApiError | None) -> None:
+        """Take in how a leg ended, once: by an error, or well."""
 
     def known(self) -> tuple[Worker, ...]:
         """Return the workers that can be asked for their health, which may be none."""

@@ -1,0 +1,65 @@
+"""What a pool's section of the file says of choosing a worker, made."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from coordinator.routing.affinity import PrefixAffinity
+from coordinator.routing.health import Health, HealthLimits
+from coordinator.routing.load import Asking, LoadWatch, Reports
+from coordinator.routing.policies import LeastLoaded, PowerOfTwo, Random, RoundRobin
+from coordinator.routing.pool import PoolRouter
+
+if TYPE_CHECKING:
+    import ssl
+
+    from coordinator.pools import HealthParams, Pool
+    from coordinator.routing.members import Members
+    from coordinator.routing.policies import Policy
+
+
+def pool_router(role: str, pool: Pool, members: Members, tls: ssl.SSLContext | None) -> PoolRouter:
+    """Return the router of a pool; ``members`` are its workers, however they are found."""
+    watch = None
+    if pool.policy == "load_aware":
+        policy, watch = _load_aware(pool, members, tls)
+    else:
+        policy = _policy(pool, members)
+    return PoolRouter(
+        members,
+        policy,
+        Health(role, members, _limits(pool.health), time.monotonic),
+        name=pool.policy,
+        max_inflight=pool.max_inflight,
+        by_prompt=role != "encode",
+        watch=watch,
+    )
+
+
+def _policy(pool: Pool, members: Members) -> Policy:
+    params = pool.policy_params
+    match pool.policy:
+        case "random":
+            return Random()
+        case "power_of_two":
+            return PowerOfTwo()
+        case "least_inflight":
+            return LeastLoaded(members.load)
+        case "prefix_affinity":
+            return PrefixAffinity(
+                members.load, params.block_tokens, params.remembered_blocks, params.max_load, params.free_tokens
+            )
+        case _:
+            return RoundRobin()
+
+
+def _load_aware(pool: Pool, members: Members, tls: ssl.SSLContext | None) -> tuple[Policy, LoadWatch]:
+    params, reports = pool.policy_params, Reports()
+    policy = LeastLoaded(members.load, reports.pressure, reports.told)
+    asking = Asking(params.scrape_interval, params.scrape_timeout, params.stale_after, tls)
+    return policy, LoadWatch(reports, lambda: members.workers, policy.enter, asking)
+
+
+def _limits(params: HealthParams) -> HealthLimits:
+    return HealthLimits(params.failures, params.ejection_time, params.max_ejection_time, params.panic_threshold / 100)

@@ -1,0 +1,58 @@
+"""How long a prompt is, and what it begins with, before any worker has seen it: for choosing the worker.
+
+Both are exact where the prompt's tokens are known. A prompt that is still text is measured by its characters.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from envelope.client_request import prompt_token_ids
+from envelope.json_codec import dumps
+
+if TYPE_CHECKING:
+    from envelope.formats import Format
+    from envelope.json_codec import Json
+
+CHARACTERS_PER_TOKEN = 4
+
+# What holds text in the bodies of any API; media, tools and settings are beside it.
+_TEXT = ("messages", "input", "prompt", "instructions", "system", "content", "text")
+# What chat templates put before the conversation.
+_BEFORE = ("tools", "system", "instructions")
+_CONVERSATION = ("messages", "input", "prompt")
+
+
+def known_tokens(api: Format, body: Json, rendered: Json | None) -> list[int] | None:
+    """Return the prompt's tokens, of render or of a client who tokenized it; None while it is text."""
+    return prompt_token_ids(api, body) if rendered is None else rendered["token_ids"]
+
+
+def count_tokens(api: Format, body: Json, rendered: Json | None) -> int:
+    """Return how many tokens a prompt has, or about how many."""
+    known = known_tokens(api, body, rendered)
+    return _characters(body) // CHARACTERS_PER_TOKEN if known is None else len(known)
+
+
+def beginning(body: Json, max_bytes: int) -> tuple[bytes, bytes]:
+    """Return what stands before a conversation, and the conversation, as bytes.
+
+    The conversation's bytes are the beginning of those of its next turn, but for its last few.
+    """
+    before = [body[name] for name in _BEFORE if body.get(name)]
+    said = next((body[name] for name in _CONVERSATION if body.get(name)), "")
+    return dumps(before) if before else b"", dumps(said)[:max_bytes]
+
+
+def _characters(value: Any) -> int:
+    """Return the length of all text in a body, which may be nested more deeply than functions may call themselves."""
+    found, left = 0, [value]
+    while left:
+        value = left.pop()
+        if isinstance(value, str):
+            found += len(value)
+        elif isinstance(value, list):
+            left += value
+        elif isinstance(value, dict):
+            left += [value[name] for name in _TEXT if name in value]
+    return found

@@ -1,0 +1,250 @@
+"""Prefix affinity: a prompt goes where its beginning was sent before, unless that worker has more than its share."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from coordinator.routing.affinity import PrefixAffinity
+from coordinator.routing.blocks import chain
+from coordinator.routing.ring import Ring
+from coordinator.routing.router import PoolLoad, Worker
+from envelope.formats import Format
+from tests.coordinator.pools import asked
+
+BLOCK = 16
+MANY = [f"http://10.0.0.{number}:8000" for number in range(20)]
+
+
+def affinity(
+    urls: list[str] = MANY, remembered_blocks: int = 1000, max_load: float = 1.25, free_tokens: int = 1000
+) -> tuple[PrefixAffinity, list[Worker]]:
+    pool = PoolLoad()
+    policy = PrefixAffinity(pool, BLOCK, remembered_blocks, max_load, free_tokens)
+    workers = [Worker(url, (), pool) for url in urls]
+    policy.use(workers)
+    return policy, workers
+
+
+def prompt(number: int, blocks: int = 10) -> list[int]:
+    """Return a prompt that shares no block with that of another number."""
+    return [number * 1000 + at for at in range(blocks * BLOCK)]
+
+
+def chosen(policy: PrefixAffinity, *token_ids: int, **slots: Any) -> Worker:
+    worker = policy.choose(asked(token_ids, **slots))
+    assert worker is not None
+    return worker
+
+
+def test_the_turns_of_a_conversation_go_to_one_worker_and_conversations_to_all() -> None:
+    policy, workers = affinity(remembered_blocks=5000)
+    first = {number: chosen(policy, *prompt(number)) for number in range(200)}
+    for number, worker in first.items():
+        longer = [*prompt(number), *prompt(number + 500, 4)]
+        assert chosen(policy, *longer) is worker
+        assert policy.why(worker).startswith("it was sent 10 of the prompt's 14 blocks before")
+    assert set(first.values()) == set(workers)
+
+
+def test_conversations_that_share_a_system_prompt_are_spread_all_the_same() -> None:
+    """The shared part is less than half of each, so it does not decide."""
+    policy, workers = affinity()
+    system = prompt(0, 4)
+    spread = Counter(chosen(policy, *system, *prompt(number, 8)) for number in range(1, 401))
+    assert len(spread) == len(workers) and max(spread.values()) < 4 * 400 / len(workers)
+
+
+def test_replicas_that_know_nothing_of_each_other_choose_the_same_worker() -> None:
+    one, _ = affinity()
+    other, _ = affinity(MANY[::-1])
+    assert all(chosen(one, *prompt(number)).url == chosen(other, *prompt(number)).url for number in range(100))
+
+
+def test_blocks_have_the_same_numbers_in_every_process() -> None:
+    """Python gives texts another hash in each process; what is chosen must not depend on one."""
+    code = (
+        "from tests.coordinator.pools import asked; from coordinator.routing.blocks import chain\n"
+        "body = {'model': 'm', 'cache_salt': 's', 'messages': [{'role': 'user', 'content': 'a' * 200}]}\n"
+        "print(*chain(asked(range(64)), 16), *chain(asked(body=body), 16))"
+    )
+    outputs = {
+        subprocess.run(
+            [sys.executable, "-c", code], env={"PYTHONHASHSEED": seed, "PYTHONPATH": "."}, stdout=subprocess.PIPE
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(outputs) == 1 and outputs != {b""}
+
+
+def test_a_worker_with_more_than_its_share_gets_nothing_more() -> None:
+    policy, workers = affinity()
+    home = chosen(policy, *prompt(1))
+    home.begin(1001)
+    second = chosen(policy, *prompt(1))
+    assert second is not home
+    for worker in workers:
+        if worker is not home:
+            worker.begin(900)
+    second.begin(200)
+    assert chosen(policy, *prompt(1)) is home, "now the others have about as much"
+
+
+def test_nobody_is_above_his_share_while_he_has_next_to_nothing() -> None:
+    """Three times the mean of a pool that is nearly idle is no overload."""
+    policy, _ = affinity(free_tokens=1000)
+    home = chosen(policy, *prompt(1))
+    home.begin(1000)
+    assert chosen(policy, *prompt(1)) is home
+
+
+def test_of_several_that_were_sent_a_prompt_the_least_loaded_has_it() -> None:
+    policy, _ = affinity()
+    one = chosen(policy, *prompt(1))
+    one.begin(1001)
+    other = chosen(policy, *prompt(1))
+    one.end(1001)
+    other.begin(10)
+    assert chosen(policy, *prompt(1)) is one
+    one.begin(20)
+    assert chosen(policy, *prompt(1)) is other
+
+
+def test_the_longest_prefix_that_was_sent_decides() -> None:
+    policy, _ = affinity()
+    short, long = prompt(1, 6), [*prompt(1, 6), *prompt(2, 6)]
+    one = chosen(policy, *short)
+    one.begin(1001)
+    other = chosen(policy, *long)
+    assert other is not one
+    one.end(1001)
+    other.begin(500)
+    assert chosen(policy, *long) is other
+    assert chosen(policy, *short) is one, "as it has less to do"
+
+
+def test_the_table_is_bounded_and_forgets_what_was_not_asked_for_longest() -> None:
+    policy, _ = affinity(remembered_blocks=25)
+    chosen(policy, *prompt(1))
+    chosen(policy, *prompt(2))
+    chosen(policy, *prompt(1))
+    chosen(policy, *prompt(3))
+    assert len(policy._table) == 25
+    known = [policy.uncached_tokens(asked(prompt(number))) for number in (1, 2, 3)]
+    assert known == [0, 5 * BLOCK, 0], "the first five of the second's are left, as the last would be of no use alone"
+
+
+def test_a_worker_that_left_is_not_taken_to_have_what_it_had() -> None:
+    policy, workers = affinity()
+    home = chosen(policy, *prompt(1))
+    assert policy.uncached_tokens(asked(prompt(1))) == 0
+    policy.use([worker for worker in workers if worker is not home])
+    assert chosen(policy, *prompt(1)) is not home
+    policy.use(workers)
+    chosen(policy, *prompt(2))
+    policy.use([home])
+    assert policy.uncached_tokens(asked(prompt(1))) == 10 * BLOCK
+
+
+def test_when_a_worker_leaves_only_its_prompts_move() -> None:
+    before, workers = affinity()
+    where = {number: chosen(before, *prompt(number)) for number in range(200)}
+    after, _ = affinity(MANY[1:])
+    moved = [number for number in where if chosen(after, *prompt(number)).url != where[number].url]
+    assert {where[number] for number in moved} == {workers[0]} and moved
+
+
+def test_what_nobody_was_sent_is_uncached_and_a_beginning_is_not() -> None:
+    policy, _ = affinity()
+    assert policy.uncached_tokens(asked(prompt(1))) == 10 * BLOCK
+    chosen(policy, *prompt(1))
+    assert policy.uncached_tokens(asked([*prompt(1), 1, 2, 3])) == 3
+    assert policy.uncached_tokens(asked([*prompt(1), *prompt(2, 30)])) == 40 * BLOCK, "too little of it to go there"
+    assert policy.uncached_tokens(asked(prompt(1)), usable=lambda worker: False) == 10 * BLOCK
+
+
+def test_a_prompt_shorter_than_a_block_goes_anywhere() -> None:
+    policy, workers = affinity()
+    assert {chosen(policy, 1, 2, 3) for _ in range(500)} == set(workers)
+
+
+SALTED = {"token_ids": prompt(1), "model": "m", "cache_salt": "tenant"}
+ADAPTER = {"token_ids": prompt(1), "model": "m-lora"}
+
+
+@pytest.mark.parametrize("rendered", [SALTED, ADAPTER])
+def test_another_salt_or_adapter_is_another_prompt_from_the_first_block_on(rendered: Any) -> None:
+    plain, other = chain(asked(prompt(1)), BLOCK), chain(asked(rendered=rendered), BLOCK)
+    assert len(plain) == len(other) == 10 and not set(plain) & set(other)
+
+
+def test_other_media_is_another_prompt_from_its_block_on() -> None:
+    """Placeholder tokens are the same whatever the picture is."""
+
+    def features(*hashes: str) -> Any:
+        places = [{"offset": 40, "length": 8}, {"offset": 100, "length": 8}]
+        return {"mm_hashes": {"image": list(hashes)}, "mm_placeholders": {"image": places[: len(hashes)]}}
+
+    chains = [
+        chain(asked(rendered={"token_ids": prompt(1), "model": "m", "features": media}), BLOCK)
+        for media in (features("a", "b"), features("a", "c"), features("d", "b"), None)
+    ]
+    shared = [sum(ours == theirs for ours, theirs in zip(chains[0], other, strict=True)) for other in chains[1:]]
+    assert shared == [100 // BLOCK, 40 // BLOCK, 40 // BLOCK]
+
+
+def conversation(*turns: str, **fields: Any) -> dict[str, Any]:
+    said = [{"role": "user", "content": turn * BLOCK * 8} for turn in turns]
+    return {"model": "m", "messages": said, **fields}
+
+
+@pytest.mark.parametrize(
+    ("api", "first", "second"),
+    [
+        (Format.CHAT, conversation("one"), conversation("one", "two")),
+        (Format.MESSAGES, conversation("one", system="be kind"), conversation("one", "two", system="be kind")),
+        (Format.COMPLETIONS, {"prompt": "one" * 500}, {"prompt": "one" * 500 + "two" * 100}),
+        (
+            Format.RESPONSES,
+            {"input": conversation("one")["messages"]},
+            {"input": conversation("one", "two")["messages"]},
+        ),
+    ],
+)
+def test_text_is_compared_by_its_bytes_where_there_are_no_tokens(api: Format, first: Any, second: Any) -> None:
+    ours, theirs = (chain(asked(body=body, api=api), BLOCK) for body in (first, second))
+    shared = sum(one == other for one, other in zip(ours, theirs, strict=False))
+    assert len(theirs) > len(ours) and shared >= len(ours) - 1 > 3
+
+
+@pytest.mark.parametrize("other", [{"tools": [{"type": "function"}]}, {"cache_salt": "s"}, {"model": "lora"}])
+def test_text_behind_other_tools_or_under_another_salt_is_another_prompt(other: Any) -> None:
+    plain, changed = (
+        chain(asked(body=conversation("one")), BLOCK),
+        chain(asked(body=conversation("one", **other)), BLOCK),
+    )
+    assert plain and not set(plain) & set(changed)
+
+
+def test_a_chain_is_worked_out_once_and_anew_once_the_tokens_are_known() -> None:
+    ctx = asked(body=conversation("one"))
+    text = chain(ctx, BLOCK)
+    assert chain(ctx, BLOCK) is text
+    ctx.rendered = {"token_ids": prompt(1), "model": "m"}
+    tokens = chain(ctx, BLOCK)
+    assert len(tokens) == 10 and chain(ctx, BLOCK) is tokens
+    assert len(chain(ctx, 2 * BLOCK)) == 5
+
+
+def test_the_ring_goes_round_once_and_meets_everybody() -> None:
+    ring, workers = Ring(), [Worker(url) for url in MANY]
+    ring.use(workers)
+    met = list(ring.after(0))
+    assert set(met) == set(workers) and len(met) == 64 * len(workers)
+    assert next(iter(ring.after(2**63 - 1))) is next(iter(ring.after(-(2**63))))
+    ring.use([])
+    assert list(ring.after(0)) == []
