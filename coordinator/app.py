@@ -39,8 +39,10 @@ from coordinator.server import Front
 from coordinator.units import megabytes_to_bytes
 from coordinator.upstream import HttpUpstream, RoleLink
 from coordinator.watch import Watch
+from envelope.derender import derender_path
 from envelope.formats import PATHS, RENDER_PATHS, Format
 from steps.decode import Decode
+from steps.derender import Derender
 from steps.render import Render
 
 if TYPE_CHECKING:
@@ -198,9 +200,9 @@ def links(config: Config, steps: Sequence[Step], credentials: Credentials | Clos
                 our_key=_our_key(config, gateway, at),
             )
     for index, step in enumerate(steps):
-        if isinstance(step, Render):
+        if isinstance(step, (Render, Derender)):
             params, at = step.params, ("pipeline", "steps", index, "params")
-            found["render"] = RoleLink(
+            found[step.role] = RoleLink(
                 PoolRouter(Members((params.address,), credentials.headers(params, at)), RoundRobin()),
                 params.max_idle_conns_per_host,
                 params.idle_conn_timeout,
@@ -232,7 +234,7 @@ def probes(steps: Sequence[Step], links: Mapping[str, RoleLink]) -> list[RolePro
                 paths.setdefault(row.role, set()).add(row.path)
     # A generate client alone does not make the route required: its own requests would be told.
     needed = {PATHS[Format.GENERATE]} if _tokens_in(steps) else set()
-    needed |= set(RENDER_PATHS.values())
+    needed |= {*RENDER_PATHS.values(), *map(derender_path, SERVED)}
     return [
         RoleProbe(
             role,

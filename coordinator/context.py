@@ -20,8 +20,10 @@ slot                  set by                  read by
 ``blocks``            routing                 routing (what the prompt begins with)
 ``places``            server                  pipeline (gives prefill's back early)
 ``queued_s``          server                  the access log, Server-Timing
+``generated``         decode (of a service's  derender
+                      derender alone)
 ``answer``            conditional-decode,     pipeline, respond
-                      decode
+                      decode, derender
 ``attempts``          upstream                pipeline
 ``legs``              pipeline, respond       the access log and the metrics
 ====================  ======================  ==========================================
@@ -83,6 +85,7 @@ class Answer:
         source: the whole body, or a live event stream.
         format: the wire format that ``source`` is in.
         wrap: rebuild the client's own envelope from ``source`` (which is then in generate format).
+        parsed: a live ``source`` has a ``delta`` on each choice, with reasoning and tool calls told apart, and no text.
         headers: of the worker's answer, to be passed on: end-to-end ones only.
         body: ``source`` parsed, when it is whole.
         expose_transfer_params: leave the hand-over in what the client gets; it tells of hosts and ports.
@@ -91,6 +94,7 @@ class Answer:
     source: bytes | LiveStream
     format: Format
     wrap: bool = False
+    parsed: bool = False
     headers: Headers = ()
     body: Any = None
     expose_transfer_params: bool = False
@@ -179,6 +183,7 @@ class RequestContext:
     places: Places | None = None
     carried: dict[str, str] = field(default_factory=dict)
     queued_s: float = 0.0
+    generated: Answer | None = None
     answer: Answer | None = None
     attempts: list[Attempt] = field(default_factory=list)
     legs: list[LegTime] = field(default_factory=list)
@@ -196,5 +201,6 @@ class RequestContext:
 
     async def aclose(self) -> None:
         """Give up whatever is still open on a worker."""
-        if self.answer is not None:
-            await self.answer.aclose()
+        for held in (self.answer, self.generated):
+            if held is not None:
+                await held.aclose()

@@ -23,6 +23,7 @@ from envelope.kv_transfer import without_transfer_params
 from envelope.media_items import has_sound_in_video, media_items
 from envelope.media_types import Kind
 from envelope.sampling import client_sampling
+from envelope.sse import frame
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -131,15 +132,19 @@ class _NoFetcher:
 
 
 class _Opened:
-    """A stream that has begun with a stand-in and holds nothing else."""
+    """A stream of one stand-in event."""
 
     headers: Headers = ()
 
     def __init__(self, first_event: bytes) -> None:
         self.first_event = first_event
+        self._given = False
 
     async def push(self, take: Callable[[bytes], bool]) -> bool:
-        return True
+        if self._given:
+            return True
+        self._given = True
+        return take(frame(self.first_event))
 
     async def aclose(self) -> None:
         pass
@@ -216,8 +221,18 @@ def _stand_in(ctx: RequestContext, leg: Leg) -> Any:
         return {"choices": [{"index": 0, "finish_reason": "length"}], "kv_transfer_params": STAND_IN_HANDOVER}
     if leg.role == "decode":
         mode = asked_mode(leg.body) if leg.path == PATHS[Format.GENERATE] else None
-        return {"choices": [{"index": 0, "finish_reason": "stop", "text": ""}], "output_mode": mode}
+        choice = {"index": 0, "finish_reason": "stop", "text": "", "token_ids": STAND_IN_TOKENS}
+        return {"choices": [choice], "output_mode": mode}
+    if leg.role == "derender":
+        return _derendered(leg.body)
     raise NoWorker(leg.step, f"explain knows no {leg.role} workers")
+
+
+def _derendered(body: Json) -> Json:
+    """Return what a derender service would answer, for a whole answer or a chunk."""
+    choice = {"index": 0, "text": "", "message": {"content": ""}, "delta": {}, "finish_reason": "stop"}
+    answer: Json = {"choices": [choice]}
+    return {"chunk": answer, "stream_state": {}} if body.get("stream") else answer
 
 
 def _rendered_media(ctx: RequestContext) -> tuple[list[int], Json | None]:

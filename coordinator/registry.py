@@ -18,7 +18,7 @@ from coordinator.rules import RULES, Fault, Layout, Placed
 from coordinator.step import PipelineSettings
 from envelope.ec_transfer import EC_CONNECTORS
 from envelope.kv_transfer import KV_CONNECTORS
-from steps import conditional_decode, decode, encode, prefill, render, replace_media_urls
+from steps import conditional_decode, decode, derender, encode, prefill, render, replace_media_urls
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -49,6 +49,7 @@ STEP_TYPES: dict[str, StepType] = {
     "encode": StepType(encode.Encode, encode.Encode.role, encode.Params),
     "prefill": StepType(prefill.Prefill, prefill.Prefill.role, prefill.Params),
     "decode": StepType(decode.Decode, decode.Decode.role, decode.Params),
+    "derender": StepType(derender.Derender, derender.Derender.role, derender.Params),
 }
 
 _LATER = {

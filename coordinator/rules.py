@@ -78,6 +78,7 @@ _BEFORE: dict[str, tuple[tuple[str, ...], str]] = {
     "conditional-decode": (("prefill", "decode"), "whose work it may save"),
     "encode": (("prefill", "decode"), "which needs its result"),
     "prefill": (("decode",), "which needs its result"),
+    "decode": (("derender",), "which takes its tokens"),
 }
 
 
@@ -188,6 +189,19 @@ def wrap_has_something_to_wrap(layout: Layout) -> Iterator[Fault]:
             )
 
 
+def derender_has_tokens_to_take(layout: Layout) -> Iterator[Fault]:
+    by_service = [placed for placed in layout.of("decode") if placed.param("derender") == "service"]
+    for placed in layout.of("decode"):
+        path = placed.path("params", "derender")
+        if placed.tokens_in is False and placed.param("derender") != "worker":
+            yield path, "the worker's answer is in the client's envelope already: take this out, or send it tokens-in"
+        elif placed in by_service and not any(layout.of("derender")):
+            yield path, "no step asks the service, write {type: derender, params: {address: ...}} as the last one"
+    for placed in layout.of("derender"):
+        if not by_service and all(decode.step is not None for decode in layout.of("decode")):
+            yield placed.path(), "decode leaves it no tokens, write derender: service there or take this step out"
+
+
 def token_ids_are_known_and_wanted(layout: Layout) -> Iterator[Fault]:
     for placed in layout.steps:
         if not placed.param("send_prompt_token_ids"):
@@ -209,6 +223,7 @@ RULES: tuple[Callable[[Layout], Iterator[Fault]], ...] = (
     legs_agree_on_the_connector,
     tokens_in_has_tokens,
     wrap_has_something_to_wrap,
+    derender_has_tokens_to_take,
     token_ids_are_known_and_wanted,
 )
 

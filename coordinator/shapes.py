@@ -15,6 +15,8 @@ from envelope.rebuild import reading
 from envelope.shape import Asked
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from coordinator.context import Answer, RequestContext
     from envelope.errors import ApiError
     from envelope.json_codec import Json
@@ -39,6 +41,13 @@ ENVELOPES: dict[Format, Envelope] = {
     Format.COMPLETIONS: completions,
     Format.RESPONSES: responses,
     Format.MESSAGES: messages,
+}
+
+# Of a stream in which reasoning and tool calls are told apart; completions are never parsed.
+PARSED: dict[Format, Callable[[Asked], Shape]] = {
+    Format.CHAT: chat.ParsedChunks,
+    Format.RESPONSES: responses.ParsedChunks,
+    Format.MESSAGES: messages.ParsedChunks,
 }
 
 
@@ -71,7 +80,8 @@ def whole_answer(ctx: RequestContext, answer: Answer, created: int) -> tuple[byt
 def stream_shape(ctx: RequestContext, answer: Answer, created: int) -> Shape:
     """Return the shape for an answer that is still coming."""
     if answer.wrap:
-        return ENVELOPES[ctx.api].Chunks(asked(ctx, created))
+        shape = PARSED[ctx.api] if answer.parsed else ENVELOPES[ctx.api].Chunks
+        return shape(asked(ctx, created))
     return PassThrough(answer.format, strip_transfer_params=not answer.expose_transfer_params)
 
 

@@ -93,12 +93,48 @@ class Chunks(TextStream):
             return b""
         delta = {"content": text} if index in self._started else {}
         shown = _stream_choice(index, delta, scores, choice.get("token_ids") if self._token_ids else None)
+        return self._shown(chunk, choice, shown)
+
+    def _shown(self, chunk: Json, choice: Json, shown: Json) -> bytes:
+        finish = choice.get("finish_reason")
         if finish is not None:
             weights = choice.get("weight_versions") if self._weights else None
             shown = _finish(shown, finish, choice.get("stop_reason"), weights)
         counted = chunk.get("usage") if self._continuous else None
         running = _running(counted["prompt_tokens"], counted["completion_tokens"]) if counted else None
         return self._write([shown], running, {"kv_transfer_params": None})
+
+
+class ParsedChunks(Chunks):
+    """Rebuilds a parsed stream, which has a ``delta`` in the place of text: as vLLM does where there are parsers.
+
+    A ``delta`` is what the parser had to say about an output: any of ``content``, ``reasoning`` and ``tool_calls``,
+    or null. An output of which there is nothing to say gives no chunk, unless it shows token ids or logprobs.
+    """
+
+    _after = b',"logprobs":null,"finish_reason":null,"token_ids":null}],"kv_transfer_params":null}\n\n'
+
+    def _prefix(self, index: int) -> bytes:
+        return b"data: " + dumps(self._head)[:-1] + b',"choices":[{"index":%d,"delta":' % index
+
+    def _choice(self, chunk: Json, choice: Json) -> bytes:
+        delta, before = choice["delta"], self._before.get(choice["index"])
+        if before is not None and delta and choice["finish_reason"] is None:
+            return before + dumps(delta) + self._after
+        return self._special(chunk, choice)
+
+    def _said(self, choice: Json) -> Json | None:
+        delta: Json | None = choice["delta"]
+        return delta if delta and any(delta.values()) else None
+
+    def _frame(self, chunk: Json, choice: Json) -> bytes:
+        delta, finish = choice["delta"], choice.get("finish_reason")
+        scores = _logprobs(choice, self._asked.body)
+        token_ids = choice.get("token_ids") if self._token_ids else None
+        if delta is None and finish is None and scores is None and token_ids is None:
+            return b""
+        shown = _stream_choice(choice["index"], delta or {}, scores, token_ids)
+        return self._shown(chunk, choice, shown)
 
 
 def replay(reply: Json, asked: Asked) -> bytes:

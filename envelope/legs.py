@@ -171,7 +171,7 @@ def mode_for(api: Format, configured: str) -> str:
     Completions answers hold the text as it was generated: vLLM runs no parser for them, and its render gives none the
     context that ``derender`` needs.
     """
-    return TEXT if api is Format.COMPLETIONS else configured
+    return TEXT if api is Format.COMPLETIONS and configured == DERENDER else configured
 
 
 def stream_options(api: Format, body: Json, *, counted: bool) -> Json | None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from envelope import usage
 from envelope.messages_blocks import blocks, message_id, stop_reason, token_counts
+from envelope.messages_parsed import ParsedChunks
 from envelope.messages_stream import Chunks, error_body, error_event, replay
 from envelope.rebuild import model_name
 from envelope.turn import turn_of
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from envelope.json_codec import Json
     from envelope.shape import Asked
 
-__all__ = ["Chunks", "count_request", "count_tokens", "error_body", "error_event", "replay", "whole"]
+__all__ = ["Chunks", "ParsedChunks", "count_request", "count_tokens", "error_body", "error_event", "replay", "whole"]
 
 
 def whole(reply: Json, asked: Asked) -> Json:

@@ -61,7 +61,7 @@ class Chunks(TextChunks):
     def _begin(self) -> bytes:
         # The prompt is counted before what came from the cache is known; message_delta tells that.
         prompt = (self.usage or {}).get("prompt_tokens") or usage.prompt_length(self._asked.rendered)
-        return _message_start(self._asked, model_name({}, self._asked), prompt)
+        return message_start(self._asked, model_name({}, self._asked), prompt)
 
     def _delta(self, text: str, choice: Json) -> bytes:
         before, after = _TEXT_DELTA
@@ -73,10 +73,10 @@ class Chunks(TextChunks):
 
     def _end(self) -> bytes:
         stop = stop_reason_of(self._finish, self._stop)
-        return (_TEXT_STOP if self._open else b"") + _message_end(stop, self._counts())
+        return (_TEXT_STOP if self._open else b"") + message_end(stop, self._counts())
 
     def _broken(self, error: Json) -> bytes:
-        return (_TEXT_STOP if self._open else b"") + _error_event(error)
+        return (_TEXT_STOP if self._open else b"") + error_frame(error)
 
 
 def replay(reply: Json, asked: Asked) -> bytes:
@@ -87,12 +87,12 @@ def replay(reply: Json, asked: Asked) -> bytes:
     """
     turn = turn_of(reply)
     counts = usage.of_reply(reply, asked.rendered)
-    parts = [_message_start(asked, model_name(reply, asked), counts.get("prompt_tokens") or 0)]
+    parts = [message_start(asked, model_name(reply, asked), counts.get("prompt_tokens") or 0)]
     for index, (block, deltas) in enumerate(_blocks(turn, asked)):
-        parts.append(_event("content_block_start", {"content_block": block, "index": index}))
-        parts += [_event("content_block_delta", {"delta": delta, "index": index}) for delta in deltas]
-        parts.append(_event("content_block_stop", {"index": index}))
-    parts.append(_message_end(stop_reason(turn), counts))
+        parts.append(event("content_block_start", {"content_block": block, "index": index}))
+        parts += [event("content_block_delta", {"delta": delta, "index": index}) for delta in deltas]
+        parts.append(event("content_block_stop", {"index": index}))
+    parts.append(message_end(stop_reason(turn), counts))
     return b"".join(parts)
 
 
@@ -111,10 +111,10 @@ def error_body(error: ApiError, request_id: str) -> bytes:
 
 def error_event(error: ApiError, request_id: str) -> bytes:
     """Return the event that tells of a failure once the status line is spent; it ends the stream."""
-    return _error_event({**error.body(request_id), "code": error.status})
+    return error_frame({**error.body(request_id), "code": error.status})
 
 
-def _error_event(error: Json) -> bytes:
+def error_frame(error: Json) -> bytes:
     return b"event: error\ndata: " + dumps(error_object(error)) + b"\n\n"
 
 
@@ -143,7 +143,7 @@ def _call(call: Json, index: int, asked: Asked) -> tuple[Json, list[Json]]:
     return block, [{"type": "input_json_delta", "partial_json": arguments}] if arguments else []
 
 
-def _message_start(asked: Asked, model: str, prompt_tokens: int) -> bytes:
+def message_start(asked: Asked, model: str, prompt_tokens: int) -> bytes:
     message: Json = {
         "id": message_id(asked),
         "type": "message",
@@ -154,14 +154,14 @@ def _message_start(asked: Asked, model: str, prompt_tokens: int) -> bytes:
         "stop_sequence": None,
         "usage": {"input_tokens": prompt_tokens, "output_tokens": 0},
     }
-    return _event("message_start", {"message": message})
+    return event("message_start", {"message": message})
 
 
-def _message_end(stop: tuple[str | None, str | None], counts: Json) -> bytes:
+def message_end(stop: tuple[str | None, str | None], counts: Json) -> bytes:
     reason, sequence = stop
     fields = {"delta": {"stop_reason": reason, "stop_sequence": sequence}, "usage": token_counts(counts)}
-    return _event("message_delta", fields) + _MESSAGE_STOP
+    return event("message_delta", fields) + _MESSAGE_STOP
 
 
-def _event(kind: str, fields: dict[str, Any]) -> bytes:
+def event(kind: str, fields: dict[str, Any]) -> bytes:
     return b"event: " + kind.encode() + b"\ndata: " + dumps({"type": kind, **fields}) + b"\n\n"

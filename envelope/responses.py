@@ -18,6 +18,7 @@ from envelope.errors import BadRequest, error_body
 from envelope.rebuild import model_name
 from envelope.responses_body import response_object, status_of, token_counts
 from envelope.responses_items import items
+from envelope.responses_parsed import ParsedChunks
 from envelope.responses_stream import Chunks, error_event, replay
 from envelope.responses_tools import chat_choice, chat_tools
 from envelope.turn import turn_of
@@ -26,7 +27,17 @@ if TYPE_CHECKING:
     from envelope.json_codec import Json
     from envelope.shape import Asked
 
-__all__ = ["Chunks", "error_body", "error_event", "parse_context", "prepare", "refuse", "replay", "whole"]
+__all__ = [
+    "Chunks",
+    "ParsedChunks",
+    "error_body",
+    "error_event",
+    "parse_context",
+    "prepare",
+    "refuse",
+    "replay",
+    "whole",
+]
 
 _STATEFUL = {
     "previous_response_id": "send the earlier turns in input instead",

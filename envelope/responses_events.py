@@ -48,11 +48,34 @@ class Writer:
 
     def item(self, item: Json, index: int) -> bytes:
         """Return all events of an item, with one delta."""
-        if item["type"] == "reasoning":
-            return self._reasoning(item, index)
+        part = item["content"][0] if "content" in item else None
+        said = item[_CALL_EVENTS[item["type"]][0]] if part is None else part["text"]
+        scores = part.get("logprobs") if part else None
+        return self.open(item, index) + self.delta(item, index, said, scores) + self.close(item, index)
+
+    def open(self, item: Json, index: int) -> bytes:
+        """Return the events with which an item starts, empty, whatever it holds."""
         if item["type"] == "message":
-            return self.open_text(item, index) + self._text(item, index) + self.close_text(item, index)
-        return self._call(item, index)
+            return self.open_text(item, index)
+        return self._open_thought(item, index) if item["type"] == "reasoning" else self._open_call(item, index)
+
+    def delta(self, item: Json, index: int, piece: str, logprobs: list[Json] | None = None) -> bytes:
+        """Return the event for a piece of an item's text, reasoning, arguments or input; none for an empty one."""
+        if not piece:
+            return b""
+        if item["type"] == "message":
+            fields = {**_at(item, index), "delta": piece, "logprobs": delta_logprobs(logprobs)}
+            return self.event("response.output_text.delta", fields)
+        if item["type"] == "reasoning":
+            return self.event("response.reasoning_text.delta", {**_at(item, index), "delta": piece})
+        _, kind = _CALL_EVENTS[item["type"]]
+        return self.event(f"{kind}.delta", {"item_id": item["id"], "output_index": index, "delta": piece})
+
+    def close(self, item: Json, index: int) -> bytes:
+        """Return the events with which an item ends, as it then is."""
+        if item["type"] == "message":
+            return self.close_text(item, index)
+        return self._close_thought(item, index) if item["type"] == "reasoning" else self._close_call(item, index)
 
     def open_text(self, item: Json, index: int) -> bytes:
         added = self._added({**item, "content": [], "status": "in_progress"}, index)
@@ -67,34 +90,30 @@ class Writer:
         ]
         return b"".join(events)
 
-    def _text(self, item: Json, index: int) -> bytes:
-        part = item["content"][0]
-        delta = {"delta": part["text"], "logprobs": delta_logprobs(part["logprobs"])}
-        return self.event("response.output_text.delta", {**_at(item, index), **delta})
+    def _open_thought(self, item: Json, index: int) -> bytes:
+        part = {**item["content"][0], "text": ""}
+        added = self._added({**item, "content": None, "status": "in_progress"}, index)
+        return added + self.event("response.content_part.added", {**_at(item, index), "part": part})
 
-    def _reasoning(self, item: Json, index: int) -> bytes:
+    def _close_thought(self, item: Json, index: int) -> bytes:
         part, at = item["content"][0], _at(item, index)
         events = [
-            self._added({**item, "content": None, "status": "in_progress"}, index),
-            self.event("response.content_part.added", {**at, "part": {**part, "text": ""}}),
-            self.event("response.reasoning_text.delta", {**at, "delta": part["text"]}),
             self.event("response.reasoning_text.done", {**at, "text": part["text"]}),
             self.event("response.content_part.done", {**at, "part": part}),
             self._done(item, index),
         ]
         return b"".join(events)
 
-    def _call(self, item: Json, index: int) -> bytes:
+    def _open_call(self, item: Json, index: int) -> bytes:
+        field, _ = _CALL_EVENTS[item["type"]]
+        status = {"status": "in_progress"} if "status" in item else {}
+        return self._added({**item, field: "", **status}, index)
+
+    def _close_call(self, item: Json, index: int) -> bytes:
         field, kind = _CALL_EVENTS[item["type"]]
         at = {"item_id": item["id"], "output_index": index}
-        status = {"status": "in_progress"} if "status" in item else {}
         name = {"name": item["name"]} if field == "arguments" else {}
-        events = [self._added({**item, field: "", **status}, index)]
-        if item[field]:
-            events.append(self.event(f"{kind}.delta", {**at, "delta": item[field]}))
-        events.append(self.event(f"{kind}.done", {**at, field: item[field]}, **name))
-        events.append(self._done(item, index))
-        return b"".join(events)
+        return self.event(f"{kind}.done", {**at, field: item[field]}, **name) + self._done(item, index)
 
     def _added(self, item: Json, index: int) -> bytes:
         return self.event("response.output_item.added", {"item": item, "output_index": index})

@@ -108,10 +108,11 @@ def _token(position: Json) -> Json:
 def _calls(turn: Turn, asked: Asked, last: str) -> list[Json]:
     # The parser may find several calls where the client allows one.
     calls = turn.calls[:1] if asked.body.get("parallel_tool_calls") is False else turn.calls
-    return [_call(call, i, asked, last if i == len(calls) - 1 else "completed") for i, call in enumerate(calls)]
+    return [call_item(call, i, asked, last if i == len(calls) - 1 else "completed") for i, call in enumerate(calls)]
 
 
-def _call(call: Json, index: int, asked: Asked, status: str) -> Json:
+def call_item(call: Json, index: int, asked: Asked, status: str) -> Json:
+    """Return the item of a call that chat has as ``call``; ``index`` is its place among the answer's calls."""
     function = call["function"]
     arguments = function.get("arguments") or ""
     kind, name, namespace = called(asked.body, function["name"])

@@ -66,7 +66,7 @@ class Chunks(TextChunks):
         return closing + self._writer.end(self._response(status, output, token_counts(self._counts())))
 
     def _broken(self, error: Json) -> bytes:
-        told = _error_event(error, self._writer.number())
+        told = failed_event(error, self._writer.number())
         if not self._begun:
             return told
         response = self._response("failed", self._output("incomplete"), None)
@@ -78,7 +78,7 @@ class Chunks(TextChunks):
         return [message_item(self._asked, text, status, self._logprobs or None)] if text else []
 
     def _response(self, status: str, output: list[Json], counts: Json | None) -> Json:
-        return _object(self._asked, {}, status, output, counts)
+        return response_at(self._asked, {}, status, output, counts)
 
 
 def replay(reply: Json, asked: Asked) -> bytes:
@@ -93,9 +93,9 @@ def replay(reply: Json, asked: Asked) -> bytes:
     counts = token_counts(usage.of_reply(reply, asked.rendered))
     return b"".join(
         [
-            writer.begin(_object(asked, reply, "in_progress", [], None)),
+            writer.begin(response_at(asked, reply, "in_progress", [], None)),
             *[writer.item(item, index) for index, item in enumerate(output)],
-            writer.end(_object(asked, reply, status_of(turn.finish), output, counts)),
+            writer.end(response_at(asked, reply, status_of(turn.finish), output, counts)),
         ]
     )
 
@@ -107,10 +107,10 @@ def error_event(error: ApiError, request_id: str) -> bytes:
     OpenAI's SDK raises. A stream that ``Chunks`` began is better failed by its ``fail``, which knows the
     sequence number.
     """
-    return _error_event({**error.body(request_id), "code": error.status}, 0)
+    return failed_event({**error.body(request_id), "code": error.status}, 0)
 
 
-def _error_event(error: Json, number: int) -> bytes:
+def failed_event(error: Json, number: int) -> bytes:
     body = {
         "code": error.get("type"),
         "message": str(error.get("message") or ""),
@@ -122,7 +122,7 @@ def _error_event(error: Json, number: int) -> bytes:
     return b"event: error\ndata: " + dumps(body) + b"\n\n"
 
 
-def _object(asked: Asked, reply: Json, status: str, output: list[Json], counts: Json | None) -> Json:
+def response_at(asked: Asked, reply: Json, status: str, output: list[Json], counts: Json | None) -> Json:
     """Return the response object of a stream; without a reply, as of text chunks, the time is that of the start."""
     created = reply.get("created") or asked.created
     model = model_name(reply, asked)

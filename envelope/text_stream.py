@@ -11,7 +11,7 @@ change between the chunks of a choice is made once and kept in ``_before`` and `
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import orjson
 
@@ -110,25 +110,30 @@ class TextStream(ABC):
     def _special(self, chunk: Json, choice: Json) -> bytes:
         """Return the frames of a chunk that is the first, the last, without text, or shows more than text."""
         out = self._open(chunk)
-        index, text = choice["index"], choice["text"]
+        index, said = choice["index"], self._said(choice)
         finished = choice.get("finish_reason") is not None
         if index in self._finished:
             return out
         self.usage = chunk.get("usage") or self.usage
-        if not isinstance(text, str):
-            raise TypeError(f"the text is of type {type(text).__name__}")
-        if text or choice.get("token_ids"):
+        if said or choice.get("token_ids"):
             self._started.add(index)
         elif index not in self._started and not finished:
             return out
         out += self._frame(chunk, choice)
-        self.content_seen = self.content_seen or bool(text)
+        self.content_seen = self.content_seen or bool(said)
         if finished:
             self._finished.add(index)
             self._before.pop(index, None)
-        elif text and index not in self._before and self._plain():
+        elif said and index not in self._before and self._plain():
             self._before[index] = self._prefix(index)
         return out
+
+    def _said(self, choice: Json) -> Any:
+        """Return what is new of the answer itself; empty where nothing is."""
+        text = choice["text"]
+        if not isinstance(text, str):
+            raise TypeError(f"the text is of type {type(text).__name__}")
+        return text
 
     def _open(self, chunk: Json) -> bytes:
         """Return the frames that precede all others, once."""

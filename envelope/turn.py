@@ -140,13 +140,16 @@ class TextChunks(ABC):
         self._output_tokens += len(choice.get("token_ids") or ())
         if choice.get("finish_reason") is not None:
             self._finish, self._stop = choice["finish_reason"], choice.get("stop_reason")
+        return begin + self._spoken(choice)
+
+    def _spoken(self, choice: Json) -> bytes:
         text = choice["text"]
         if not text:
-            return begin
+            return b""
         if not isinstance(text, str):
             raise TypeError(f"the text is of type {type(text).__name__}")
         self.content_seen = True
-        return begin + self._delta(text, choice)
+        return self._delta(text, choice)
 
     def _start(self) -> bytes:
         self._begun = True
@@ -185,6 +188,33 @@ class TextChunks(ABC):
     @abstractmethod
     def _broken(self, error: Json) -> bytes:
         """Return what ends a stream that fails, for an OpenAI ``error`` object."""
+
+
+class ParsedTurn(TextChunks):
+    """Reads a parsed stream, whose chunks have a ``delta`` in the place of text: any of ``reasoning``, ``content``,
+    ``tool_calls``, or null. Beside ``_delta``, for content, there are two methods to fill in.
+    """
+
+    def _spoken(self, choice: Json) -> bytes:
+        delta = choice["delta"]
+        if not delta:
+            return b""
+        out = []
+        if delta.get("reasoning"):
+            out.append(self._thought(delta["reasoning"]))
+        if delta.get("content"):
+            out.append(self._delta(delta["content"], choice))
+        out += [self._call(call) for call in delta.get("tool_calls") or ()]
+        self.content_seen = self.content_seen or bool(out)
+        return b"".join(out)
+
+    @abstractmethod
+    def _thought(self, text: str) -> bytes:
+        """Return the events for a piece of reasoning, which is not empty."""
+
+    @abstractmethod
+    def _call(self, call: Json) -> bytes:
+        """Return the events for a piece of a tool call, as chat streams it: its name first, then its arguments."""
 
 
 def _parsed(data: bytes) -> Json:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, WithJsonSchema, field_validator
+from pydantic import Field, ValidationInfo, WithJsonSchema, field_validator
 
 from coordinator.context import Answer
 from coordinator.step import Leg, PlanRow, Reply
@@ -20,7 +20,7 @@ from envelope import completions
 from envelope.ec_transfer import put
 from envelope.errors import LegFailed, LegUnreadable
 from envelope.formats import PATHS, Format, leg_format
-from envelope.generate import asked_mode, check_echo, check_first_echo
+from envelope.generate import DERENDER, TOKENS, asked_mode, check_echo, check_first_echo
 from envelope.legs import (
     decode_for_generate_client,
     decode_generate,
@@ -51,7 +51,12 @@ class Params(LegParams):
         default=None, description="wire format of this leg; unset inherits pipeline.use_openai_format"
     )
     kv_connector: str | None = Field(default=None, description="overrides pipeline.kv_connector for this step")
-    output_mode: Literal["text", "derender"] = Field(
+    derender: Literal["worker", "coordinator", "service"] = Field(
+        default="worker",
+        description="in generate format, who tells reasoning and tool calls from text: the worker (output_mode: "
+        "derender), the coordinator, or the service of a derender step",
+    )
+    output_mode: Literal["tokens", "text", "derender"] = Field(
         default="text", description="what a worker returns beside the tokens when the leg is in generate format"
     )
     wrap_chat_completion: bool = Field(
@@ -64,12 +69,20 @@ class Params(LegParams):
         default=False, description="in OpenAI format, give the worker render's tokens so that it need not tokenize"
     )
 
-    @field_validator("output_mode", mode="before")
+    @field_validator("output_mode")
     @classmethod
-    def _known_mode(cls, value: Any) -> Any:
-        if value == "tokens":
-            raise ValueError("tokens would answer clients with ids and no text; write text or derender")
-        return value
+    def _somebody_makes_text(cls, mode: str, info: ValidationInfo) -> str:
+        by = info.data.get("derender", "worker")
+        if mode == TOKENS and by == "worker":
+            raise ValueError(
+                "tokens would answer clients with ids and no text; write text or derender, "
+                "or derender: coordinator or service beside it"
+            )
+        if mode != TOKENS and by == "service":
+            raise ValueError(f"a derender service takes tokens and no {mode}; write tokens or take it out")
+        if mode == DERENDER and by == "coordinator":
+            raise ValueError("the worker would have parsed already; write text, or tokens where it has no tokenizer")
+        return mode
 
     @field_validator("wrap", mode="before")
     @classmethod
@@ -86,8 +99,15 @@ class Params(LegParams):
         return tuple(value)
 
     @property
+    def mode(self) -> str:
+        """The output mode that is asked for."""
+        return TOKENS if self.derender == "service" else self.output_mode
+
+    @property
     def wrapped(self) -> frozenset[Format]:
-        """The APIs whose envelope is rebuilt."""
+        """The APIs whose envelope is rebuilt: all, where the worker's answer is not yet anybody's."""
+        if self.derender != "worker":
+            return frozenset(map(Format, WRAPPABLE))
         return frozenset((*map(Format, self.wrap), *((Format.CHAT,) if self.wrap_chat_completion else ())))
 
 
@@ -157,9 +177,9 @@ class Decode:
         assert ctx.rendered is not None, "the registry lets no tokens-in decode start without a render step"
         return decode_generate(
             with_parse_context(ctx.rendered, ctx.api, ctx.body),
-            mode_for(ctx.api, self.params.output_mode),
+            mode_for(ctx.api, self.params.mode),
             ctx.handover,
-            stream=ctx.stream,
+            stream=ctx.stream and not self._needs_whole(ctx.rendered),
             stream_options=stream_options(ctx.api, ctx.body, counted=self._wraps(ctx.api, fmt)),
         )
 
@@ -169,17 +189,29 @@ class Decode:
             check_echo(self.type, mode, reply.body)
         elif not isinstance(reply.body, dict):
             raise LegUnreadable(self.type, "the worker's answer is not a JSON object")
-        ctx.answer = self._answer(ctx, fmt, reply.raw, reply.headers)
-        ctx.answer.body = reply.body
+        answer = self._answer(ctx, fmt, reply.raw, reply.headers)
+        answer.body = reply.body
+        self._hand_on(ctx, fmt, answer)
 
     async def _stream(self, ctx: RequestContext, upstream: Upstream, leg: Leg, fmt: Format, mode: str | None) -> None:
         live = await upstream.stream(ctx, leg)
         if isinstance(live, Reply):
             raise LegFailed(self.type, "the worker was asked for a stream and answered with one JSON body")
         # On the context first: whatever happens next, the server closes what the context holds.
-        ctx.answer = self._answer(ctx, fmt, live, live.headers)
+        self._hand_on(ctx, fmt, self._answer(ctx, fmt, live, live.headers))
         if mode is not None:
             check_first_echo(self.type, mode, live.first_event)
+
+    def _hand_on(self, ctx: RequestContext, fmt: Format, answer: Answer) -> None:
+        """Set the answer, or what the derender step makes it of."""
+        if self.params.derender == "service" and self._wraps(ctx.api, fmt):
+            ctx.generated = answer
+        else:
+            ctx.answer = answer
+
+    def _needs_whole(self, rendered: Json) -> bool:
+        """Say whether a stream's answer has to come whole: the service cuts stop strings off whole answers alone."""
+        return self.params.derender == "service" and bool((rendered.get("sampling_params") or {}).get("stop"))
 
     def _answer(self, ctx: RequestContext, fmt: Format, source: bytes | LiveStream, headers: Headers) -> Answer:
         return Answer(
@@ -199,4 +231,4 @@ class Decode:
         if api is Format.GENERATE:
             return ("output_mode is the client's own",)
         rebuilt = f"rebuilt as {api}" if api in self.params.wrapped else "the generate envelope passes through"
-        return (f"output_mode {mode_for(api, self.params.output_mode)}", rebuilt)
+        return (f"output_mode {mode_for(api, self.params.mode)}", rebuilt)

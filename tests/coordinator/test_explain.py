@@ -299,3 +299,13 @@ def test_a_leg_is_written_as_json() -> None:
         "headers": [["A", "1"], ["A", "2"]],
         "body": {"n": 10**30},
     }
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_derender_service_is_asked_once_for_what_decode_says(legs: Any, stream: bool) -> None:
+    decode, derender = {"type": "decode", "params": {"derender": "service"}}, {"address": "http://r:8000"}
+    steps = (RENDER, {"type": "prefill"}, decode, {"type": "derender", "params": derender})
+    sent = await legs({**CHAT, "stream": stream}, *steps, pipeline={"use_openai_format": False})
+    assert [leg.step for leg in sent] == ["render", "prefill", "decode", "derender"]
+    assert sent[2].body["output_mode"] == "tokens"
+    assert (sent[3].url, sent[3].body.get("stream", False)) == ("http://r:8000/v1/chat/completions/derender", stream)

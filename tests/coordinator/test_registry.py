@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 GATEWAY = {"address": "http://g"}
 RENDER = {"type": "render", "params": {"address": "http://r"}}
+SERVED = {"type": "decode", "params": {"derender": "service"}}
+DERENDER = {"type": "derender", "params": {"address": "http://r"}}
 NIXL_POOLS = {"prefill": {"endpoints": ["http://a"]}, "decode": {"endpoints": ["http://b"]}}
 
 
@@ -59,8 +61,8 @@ def step(type_: str, **params: Any) -> dict[str, Any]:
 
 
 def test_every_step_of_the_file_is_made_in_its_order(made) -> None:
-    named = ["replace-media-urls", RENDER, "conditional-decode", "encode", "prefill", "decode"]
-    assert [made_step.type for made_step in made(*named)] == list(STEP_TYPES)
+    named = ["replace-media-urls", RENDER, "conditional-decode", "encode", "prefill", SERVED, DERENDER]
+    assert [made_step.type for made_step in made(*named, use_openai_format=False)] == list(STEP_TYPES)
 
 
 def test_a_step_is_registered_under_its_own_type(made) -> None:
@@ -91,8 +93,8 @@ def test_a_step_inherits_the_pipeline_s_settings_and_overrides_them(made) -> Non
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("prefil", "'prefil' is not a step, did you mean prefill? (replace-media-urls, render, conditional-decode, encode, prefill, decode)"),
-        ("zzz", "'zzz' is not a step, write one of these: (replace-media-urls, render, conditional-decode, encode, prefill, decode)"),
+        ("prefil", "'prefil' is not a step, did you mean prefill? (replace-media-urls, render, conditional-decode, encode, prefill, decode, derender)"),
+        ("zzz", "'zzz' is not a step, write one of these: (replace-media-urls, render, conditional-decode, encode, prefill, decode, derender)"),
         ("async-broker", "async-broker (requests that queue) comes in a later release, take the step out"),
         ("force-stream", "force-stream comes in a later release, take the step out"),
     ],
@@ -114,8 +116,8 @@ def test_a_slip_in_the_last_step_s_name_is_the_only_problem(refused) -> None:
 
 PARAMS = [
     (step("decode", kv_conector="kv-nixl"), "kv_conector: unknown key, did you mean kv_connector?"),
-    (step("decode", output_mode="tokens"), "output_mode: tokens would answer clients with ids and no text; write text or derender"),
-    (step("decode", output_mode="txt"), "output_mode: 'txt' is not one of text, derender, did you mean text?"),
+    (step("decode", output_mode="tokens"), "output_mode: tokens would answer clients with ids and no text; write text or derender, or derender: coordinator or service beside it"),
+    (step("decode", output_mode="txt"), "output_mode: 'txt' is not one of tokens, text, derender, did you mean text?"),
     (step("decode", wrap_chat_completion="maybe"), "wrap_chat_completion: 'maybe' is neither true nor false, write one of them"),
     (step("decode", first_byte_timeout=30), "first_byte_timeout: 30 has no unit, write 30s"),
     (step("decode", kv_connector="kv-sglang"), "kv_connector: kv-sglang needs prefill and decode in flight at once, and a step for that comes in a later release: write kv-nixl or kv-shared-storage"),
@@ -153,13 +155,39 @@ ORDER = [
     (("decode", "decode"), "steps[1]: decode stands at steps[0] already, take one out"),
     (("prefill", "prefill", "decode"), "steps[1]: prefill stands at steps[0] already, take one out"),
     (("prefill",), "steps: no step answers the client, write {type: decode} as the last one"),
+    ((RENDER, DERENDER, SERVED), "steps[2]: decode must stand before derender (steps[1]), which takes its tokens"),
     (("conditional-decode",), "steps: no step answers the client, write {type: decode} as the last one"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("steps", "sentence"), ORDER)
 def test_an_order_that_cannot_work_is_refused(refused, steps: tuple[Any, ...], sentence: str) -> None:
-    assert refused(*steps) == [f"pipeline.{sentence}"]
+    assert refused(*steps, use_openai_format=SERVED not in steps) == [f"pipeline.{sentence}"]
+
+
+UNSERVED = [
+    ((RENDER, SERVED), False, "steps[1].params.derender: no step asks the service, write {type: derender, params: {address: ...}} as the last one"),
+    ((RENDER, "decode", DERENDER), False, "steps[2]: decode leaves it no tokens, write derender: service there or take this step out"),
+    ((RENDER, SERVED, DERENDER), True, "steps[1].params.derender: the worker's answer is in the client's envelope already: take this out, or send it tokens-in"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("steps", "openai", "sentence"), UNSERVED)
+def test_a_derender_service_needs_tokens_and_a_step_that_asks_it(refused, steps: Any, openai: bool, sentence: str) -> None:
+    assert refused(*steps, use_openai_format=openai) == [f"pipeline.{sentence}"]
+
+
+MODES = [
+    ({"derender": "service", "output_mode": "text"}, "output_mode: a derender service takes tokens and no text; write tokens or take it out"),
+    ({"derender": "coordinator", "output_mode": "derender"}, "output_mode: the worker would have parsed already; write text, or tokens where it has no tokenizer"),
+    ({"derender": "servce"}, "derender: 'servce' is not one of worker, coordinator, service, did you mean service?"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("params", "sentence"), MODES)
+def test_an_output_mode_that_nobody_could_make_an_answer_of_is_refused(refused, params: Any, sentence: str) -> None:
+    decode = step("decode", **params)
+    assert refused(RENDER, decode, use_openai_format=False) == [f"pipeline.steps[1].params.{sentence}"]
 
 
 def test_conditional_decode_may_ask_before_render_makes_tokens(made) -> None:
@@ -271,7 +299,7 @@ def test_token_ids_beside_an_openai_body_need_a_render_step_and_that_format(refu
 def test_faults_of_steps_and_of_their_order_are_told_at_once(refused) -> None:
     assert refused("decode", step("prefill", kv_conector="x"), "rendr", gateway=None) == [
         "pipeline.steps[1].params.kv_conector: unknown key, did you mean kv_connector?",
-        "pipeline.steps[2].type: 'rendr' is not a step, did you mean render? (replace-media-urls, render, conditional-decode, encode, prefill, decode)",
+        "pipeline.steps[2].type: 'rendr' is not a step, did you mean render? (replace-media-urls, render, conditional-decode, encode, prefill, decode, derender)",
         "pipeline.steps[1]: prefill must stand before decode (steps[0]), which needs its result",
         "pipeline.steps[2]: render must stand before decode (steps[0]), which needs its tokens",
         "pipeline.steps[0]: decode has no workers, write pools.decode.endpoints or gateway.address",
@@ -302,7 +330,8 @@ def test_the_schema_is_a_schema_and_writes_defaults_as_the_file_does() -> None:
         ([{"type": "decoder"}], False),
         ([{"type": "render"}], False),
         ([{"type": "render", "params": {}}], False),
-        ([{"type": "decode", "params": {"output_mode": "tokens"}}], False),
+        ([{"type": "decode", "params": {"output_mode": "ids"}}], False),
+        ([{"type": "derender"}], False),
         ([{"type": "decode", "params": {"address": "http://r"}}], False),
         ([{"type": "decode", "params": {"idle_timeout": 30}}], False),
     ],

@@ -270,7 +270,7 @@ async def test_in_the_client_s_format_there_is_no_mode_to_echo(decode: Any, cont
 
 REFUSED = [
     ({"output_mode": "tokens"}, "tokens would answer clients with ids and no text; write text or derender"),
-    ({"output_mode": "html"}, "Input should be 'text' or 'derender'"),
+    ({"output_mode": "html"}, "Input should be 'tokens', 'text' or 'derender'"),
     ({"wrap": "chats"}, "'chats' is not an API, write all, or some of chat, completions, responses, messages"),
     ({"wrap": ["chat", "generate"]}, "'generate' is not an API, write all, or some of chat"),
     ({"wrap": [7]}, "7 is not an API"),
