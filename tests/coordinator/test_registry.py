@@ -180,7 +180,7 @@ def test_a_derender_service_needs_tokens_and_a_step_that_asks_it(refused, steps:
 MODES = [
     ({"derender": "service", "output_mode": "text"}, "output_mode: a derender service takes tokens and no text; write tokens or take it out"),
     ({"derender": "coordinator", "output_mode": "derender"}, "output_mode: the worker would have parsed already; write text, or tokens where it has no tokenizer"),
-    ({"derender": "servce"}, "derender: 'servce' is not one of worker, coordinator, service, did you mean service?"),
+    ({"derender": "services"}, "derender: 'services' is not one of worker, coordinator, service, did you mean service?"),
 ]  # fmt: skip
 
 
