@@ -149,6 +149,7 @@ def plan(
             server.heartbeat_interval,
             time.monotonic,
             time.time,
+            server.server_timing,
         ),
         readiness=readiness,
         questions=questions,

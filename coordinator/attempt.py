@@ -1,4 +1,4 @@
-"""What is told of one call of one worker: its clock, its place in the gauges, a line at debug."""
+"""What is told of one call of one worker: its clock, its place in the gauges, a line at debug, its bodies at trace."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import logging
 from typing import TYPE_CHECKING
 
 from coordinator.context import Attempt
-from coordinator.logs import log
+from coordinator.logs import TRACE, log
+from coordinator.redact import redacted
+from coordinator.step import Reply
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,6 +35,8 @@ class Watcher:
         label = self._metrics.worker(worker.url)
         attempt = Attempt(leg.step, leg.role, label, number, self._clock())
         ctx.attempts.append(attempt)
+        if log.isEnabledFor(TRACE):
+            log.log(TRACE, "leg body", extra={"fields": {**_named(ctx, attempt), "body": redacted(leg.body)}})
         return Watched(attempt, self._metrics, self._clock, ctx)
 
 
@@ -49,8 +53,15 @@ class Watched:
         self._settled = False
         metrics.leg_opened(attempt)
 
+    def answered(self, answer: object) -> None:
+        """Note a whole answer, or the first event of a stream."""
+        self.settle("ok")
+        if isinstance(answer, Reply) and log.isEnabledFor(TRACE):
+            fields = {**_named(self._ctx, self.attempt), "status": answer.status, "body": redacted(answer.body)}
+            log.log(TRACE, "leg answer", extra={"fields": fields})
+
     def settle(self, outcome: str) -> None:
-        """Note the answer, or the first event of a stream, or why there was none; the first word stands."""
+        """Note how the call went; the first word stands."""
         if self._settled:
             return
         self._settled = True
@@ -58,14 +69,15 @@ class Watched:
         attempt.outcome, attempt.seconds = outcome, self._clock() - attempt.begun
         self._metrics.attempt(attempt)
         if log.isEnabledFor(logging.DEBUG):
-            log.debug("leg", extra={"fields": _line(self._ctx, attempt)})
+            ended = {"outcome": outcome, "seconds": round(attempt.seconds, 6)}
+            log.debug("leg", extra={"fields": {**_named(self._ctx, attempt), **ended}})
 
     def close(self) -> None:
         """Note that the worker has nothing more to do for us; call it once."""
         self._metrics.leg_closed(self.attempt)
 
 
-def _line(ctx: RequestContext, attempt: Attempt) -> dict[str, object]:
+def _named(ctx: RequestContext, attempt: Attempt) -> dict[str, object]:
     return {
         "request_id": ctx.request_id,
         "leg_id": ctx.leg_id,
@@ -73,6 +85,4 @@ def _line(ctx: RequestContext, attempt: Attempt) -> dict[str, object]:
         "role": attempt.role,
         "worker": attempt.worker,
         "attempt": attempt.number,
-        "outcome": attempt.outcome,
-        "seconds": round(attempt.seconds, 6),
     }

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 TRACE = 5
+logging.addLevelName(TRACE, "TRACE")
 LEVELS = {"warning": logging.WARNING, "info": logging.INFO, "debug": logging.DEBUG, "trace": TRACE}
 
 log = logging.getLogger("coordinator")
@@ -122,7 +123,6 @@ def _values(item: Any) -> str:
 
 def set_up(level: int, form: str) -> None:
     """Send the root logger's records to standard error in the given form (``json`` or ``human``)."""
-    logging.addLevelName(TRACE, "TRACE")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if form == "json" else HumanFormatter())
     access.human = form == "human"

@@ -9,6 +9,8 @@ from coordinator.logs import access
 from envelope.errors import ApiError, ClientGone, ClientStalled, LegRejected, Overloaded, Unauthorized
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
     from coordinator.context import Attempt, LegTime, RequestContext
     from coordinator.metrics import Metrics
     from coordinator.model_names import ModelNames
@@ -122,14 +124,10 @@ def _line(
     return line
 
 
-def legs_of(legs: list[LegTime]) -> dict[str, dict[str, Any]]:
+def legs_of(legs: Sequence[LegTime]) -> dict[str, dict[str, Any]]:
     """Return each step's time, outcome and worker; one that ran again, after a failure behind it, has a number."""
     told: dict[str, dict[str, Any]] = {}
-    for leg in legs:
-        name, again = leg.step, 1
-        while name in told:
-            again += 1
-            name = f"{leg.step}#{again}"
+    for name, leg in numbered(legs):
         fields: dict[str, Any] = {"seconds": round(leg.seconds, 6), "outcome": leg.outcome}
         if len(leg.attempts) == 1:
             fields["worker"] = leg.attempts[0].worker
@@ -137,6 +135,14 @@ def legs_of(legs: list[LegTime]) -> dict[str, dict[str, Any]]:
             fields["calls"] = [_call(attempt) for attempt in leg.attempts]
         told[name] = fields
     return told
+
+
+def numbered(legs: Sequence[LegTime]) -> Iterator[tuple[str, LegTime]]:
+    """Yield each step with its name, which from the second time on has a number."""
+    ran: dict[str, int] = {}
+    for leg in legs:
+        times = ran[leg.step] = ran.get(leg.step, 0) + 1
+        yield leg.step if times == 1 else f"{leg.step}#{times}", leg
 
 
 def _call(attempt: Attempt) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from multidict import CIMultiDict
 
 from coordinator.pace import Pace
 from coordinator.relay import ClientSink, pump
+from coordinator.server_timing import server_timing
 from coordinator.shapes import EVENT_STREAM, error_body, error_event, stream_shape, whole_answer
 from envelope.errors import ApiError, ClientGone
 from envelope.generate import usage_of
@@ -41,6 +42,7 @@ class Manner:
         heartbeat_every_s: between comment lines.
         clock: monotonic seconds.
         now: seconds since the epoch.
+        server_timing: tell how long each leg took.
     """
 
     write_timeout_s: float | None
@@ -48,6 +50,7 @@ class Manner:
     heartbeat_every_s: float
     clock: Callable[[], float]
     now: Callable[[], float]
+    server_timing: bool = False
 
 
 @dataclass(slots=True)
@@ -107,6 +110,8 @@ class Exchange:
     async def fail(self, error: ApiError) -> Result:
         """Tell of a failure: with its own status where that is still to be had, else as an event and a broken end."""
         if self._stream is None:
+            if self._manner.server_timing and self._ctx.legs:
+                error.headers = {**error.headers, "Server-Timing": server_timing(self._ctx)}
             return Result(await refuse(self._request, self._ctx.api, self._ctx.request_id, error, self._manner))
         await self._break_off(self._stream, error)
         return Result(self._stream, error=error.message)
@@ -119,7 +124,7 @@ class Exchange:
             pace.mark()
             await self._write_out(stream, body)
             return Result(stream, usage, pace=pace)
-        headers = _headers(answer.headers, self._ctx.request_id)
+        headers = self._headers(answer.headers)
         headers["Content-Type"] = content_type
         response = web.Response(body=body, headers=headers)
         await write_whole(self._request, response, self._manner)
@@ -162,7 +167,7 @@ class Exchange:
     async def _begin(self, headers: Headers = ()) -> web.StreamResponse:
         """Send the head of a stream, unless the heart has done it."""
         if self._stream is None:
-            self._stream = web.StreamResponse(headers=_headers(headers, self._ctx.request_id))
+            self._stream = web.StreamResponse(headers=self._headers(headers))
             self._stream.headers.update(_STREAM_HEADERS)
             try:
                 await self._stream.prepare(self._request)
@@ -181,6 +186,12 @@ class Exchange:
             raise ClientGone("the client left while it was being answered") from gone
         finally:
             hang_up(self._request)
+
+    def _headers(self, headers: Headers) -> CIMultiDict[str]:
+        made = CIMultiDict((*headers, ("X-Request-Id", self._ctx.request_id)))
+        if self._manner.server_timing and self._ctx.legs:
+            made.add("Server-Timing", server_timing(self._ctx))
+        return made
 
     def _start_heart(self, loop: asyncio.AbstractEventLoop) -> None:
         self._heart = loop.create_task(self._beat())  # owned: __aexit__ cancels and awaits it
@@ -239,7 +250,3 @@ async def write_whole(request: web.Request, response: web.Response, manner: Mann
 def hang_up(request: web.Request) -> None:
     if request.transport is not None:
         request.transport.close()
-
-
-def _headers(headers: Headers, request_id: str) -> CIMultiDict[str]:
-    return CIMultiDict((*headers, ("X-Request-Id", request_id)))

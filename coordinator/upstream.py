@@ -144,7 +144,7 @@ class HttpUpstream:
             call.watched = watched = self._watcher.begin(ctx, leg, worker, len(tried))
             try:
                 answer = await once(call)
-                watched.settle("ok")
+                watched.answered(answer)
                 return answer
             except LegError as error:
                 watched.settle(type(error).__name__)

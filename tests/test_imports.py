@@ -54,11 +54,11 @@ class Row:
 
 ENVELOPE = family("envelope")
 CONTRACT = ("coordinator.step", "coordinator.context")
-PLAIN = ("addresses", "admission", "headers", "pipeline", "metrics", "logs", "pace", "shapes", "verdict")
+PLAIN = ("addresses", "admission", "headers", "pipeline", "metrics", "logs", "pace", "redact", "shapes", "verdict")
 CORE = (*CONTRACT, *(f"coordinator.{name}" for name in PLAIN))
 WIRED = (
     *("fetch", "release", "retry", "upstream", "call", "relay", "server", "intake", "listener", "respond", "health"),
-    *("questions", "wire", "outcome", "attempt", "model_names", "plan"),
+    *("questions", "wire", "outcome", "attempt", "model_names", "server_timing", "plan"),
 )
 IO = (*family("coordinator.routing"), *(f"coordinator.{name}" for name in WIRED))
 CONFIG = tuple(f"coordinator.{name}" for name in ("config", "pools", "section", "environment", "problems", "yaml_file"))

@@ -208,6 +208,8 @@ async def test_no_line_at_any_level_holds_a_prompt_an_answer_or_a_key(fleet, tmp
     asked = 0
     async with asyncio.timeout(BOUND_S):
         process, url, seen = await serve(fleet, tmp_path)
+        # Read all the while: what nobody reads fills the pipe, and then the process waits for whoever does.
+        rest = asyncio.create_task(process.communicate())
         try:
             for path in (CHAT, "/v1/completions", "/v1/responses", "/v1/messages"):
                 for stream in (False, True):
@@ -226,11 +228,50 @@ async def test_no_line_at_any_level_holds_a_prompt_an_answer_or_a_key(fleet, tmp
                 asked += 1
         finally:
             process.terminate()
-            out, err = await process.communicate()
+            out, err = await rest
     seen += err.decode().splitlines()
     lines = [json.loads(line) for line in seen]
     assert (process.returncode, out) == (0, b"")
     assert sum(line["logger"] == "coordinator.access" for line in lines) == asked
     assert [line for line in seen if "canary" in line] == []
-    assert {line["level"] for line in lines} >= {"info"}
+    assert {line["message"] for line in lines} >= {"request", "leg", "leg body", "leg answer"}
     assert fleet.decode.received[-1].header("authorization") == KEY[1]
+
+
+async def test_debug_tells_of_every_call_of_a_worker_and_trace_of_its_bodies(coordinator, fleet_of, lines):
+    """I1: what a request did, without a prompt in it (J4)."""
+    fleet = await fleet_of(prefills=2)
+    at = await coordinator(fleet, "text")
+    fleet.prefills[0].behave.fault = Fault(canned=Canned(503, b"{}"))
+    for _ in range(2):
+        await at.chat("Say canary.", ("X-Request-Id", "ask-1"))
+    every = [line for line in map(json.loads, lines.lines) if line.get("request_id") == "ask-1"]
+    calls = [line for line in every if line["message"] == "leg"]
+    assert {line["level"] for line in calls} == {"debug"}
+    told = [(line["step"], line["worker"], line["attempt"], line["outcome"]) for line in calls]
+    bad, good = (worker.url.partition("://")[2] for worker in fleet.prefills)
+    assert ("prefill", bad, 0, "LegBusy") in told
+    assert ("prefill", good, 1, "ok") in told
+    bodies = [line for line in every if line["message"] == "leg body"]
+    assert {line["level"] for line in bodies} == {"trace"}
+    assert len(bodies) == len(calls)
+    answers = {line["step"]: line["body"] for line in every if line["message"] == "leg answer"}
+    assert answers.keys() == {"render", "prefill", "decode"}
+    assert answers["prefill"]["kv_transfer_params"]["remote_block_ids"]
+    assert not [line for line in lines.lines if "canary" in line]
+    (first, second) = lines.requests
+    both = {**first["legs"], **second["legs"]} if "calls" in second["legs"]["prefill"] else first["legs"]
+    assert [call["outcome"] for call in both["prefill"]["calls"]] == ["LegBusy", "ok"]
+
+
+async def test_a_step_that_ran_again_stands_twice(coordinator, fleet_of, lines, excuse):
+    """R08: decode had failed with its hand-over, so prefill was asked for another."""
+    excuse("unread", "the first decode is refused by a canned answer, which frees nothing")
+    fleet = await fleet_of(decodes=2)
+    at = await coordinator(fleet)
+    fleet.decodes[0].behave.next(Fault(canned=Canned(503, b"{}")))
+    fleet.decodes[1].behave.next(Fault(canned=Canned(503, b"{}")))
+    got = await at.chat()
+    (line,) = lines.requests
+    assert got.status in (200, 503)
+    assert list(line["legs"]) == ["prefill", "decode", "prefill#2", "decode#2"]
