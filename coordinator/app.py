@@ -19,6 +19,7 @@ from coordinator.headers import CREDENTIALS
 from coordinator.health import Readiness, RoleProbe
 from coordinator.intake import Intake
 from coordinator.listener import PATIENCE, REFUSED, Patience, json_errors
+from coordinator.logs import log
 from coordinator.metrics import Metrics
 from coordinator.model_names import ModelNames
 from coordinator.outcome import Recorder
@@ -29,6 +30,7 @@ from coordinator.questions import Questions
 from coordinator.release import Releaser
 from coordinator.respond import Manner
 from coordinator.routing.choice import pool_router
+from coordinator.routing.discovery import Discovery, Finder
 from coordinator.routing.gateway import GatewayRouter
 from coordinator.routing.header import HeaderRouter
 from coordinator.routing.members import Members
@@ -40,6 +42,7 @@ from coordinator.units import megabytes_to_bytes
 from coordinator.upstream import HttpUpstream, RoleLink
 from coordinator.watch import Watch
 from envelope.derender import derender_path
+from envelope.errors import NoWorker
 from envelope.formats import PATHS, RENDER_PATHS, Format
 from steps.decode import Decode
 from steps.derender import Derender
@@ -55,6 +58,7 @@ if TYPE_CHECKING:
     from coordinator.context import RequestContext
     from coordinator.outbound import Outbound
     from coordinator.pools import Pool
+    from coordinator.routing.discovery import Source
     from coordinator.routing.router import Router
     from coordinator.step import Step
     from coordinator.tls import Certificate
@@ -124,7 +128,9 @@ def plan(
     keys = credentials.client_keys(server)
     credentials.check()
     decode = next(step for step in steps if isinstance(step, Decode))
-    readiness = Readiness(probes(steps, upstream.links), server.readiness_interval)
+    found = finders(config, upstream.links, metrics, before)
+    discovery = Discovery(list(found.values()))
+    readiness = Readiness(probes(steps, upstream.links, found), server.readiness_interval)
     questions = Questions(upstream, names)
     names.add(server.metrics_models)
     routing = routing_headers(config)
@@ -158,18 +164,31 @@ def plan(
         watch=credentials.watch,
         routing_headers=tuple(routing),
         drop=frozenset((*routing, *discarded(config))),
+        discovery=discovery,
         background=(
             credentials.watch.run,
-            readiness.run,
+            discovery.run,
+            partial(_ask_who_is_found, discovery, readiness),
             partial(names.run, questions.listed),
             *_watches(upstream.links),
         ),
     )
 
 
+# Long enough for a cluster's DNS or API server to answer, short enough for a start-up probe to wait for.
+_FIRST_ANSWER_S = 5.0
+
+
+async def _ask_who_is_found(discovery: Discovery, readiness: Readiness) -> None:
+    await discovery.answered(_FIRST_ANSWER_S)
+    await readiness.run()
+
+
 async def _running(app: web.Application) -> AsyncIterator[None]:
     """Run what the front answers by, and what the listener needs, as long as the application runs."""
     async with app[PLANS], asyncio.TaskGroup() as tasks:
+        if not await app[FRONT].plan.discovery.answered(_FIRST_ANSWER_S):
+            log.warning("starting before all workers could be looked up")
         watching = tasks.create_task(app[WATCH].run())
         yield
         watching.cancel()
@@ -178,7 +197,7 @@ async def _running(app: web.Application) -> AsyncIterator[None]:
 def links(config: Config, steps: Sequence[Step], credentials: Credentials | Closed) -> dict[str, RoleLink]:
     """Return how each role that the steps use is reached."""
     found: dict[str, RoleLink] = {}
-    for role in ROLES:
+    for role in (*ROLES, "render"):
         pool: Pool | None = getattr(config.pools, role)
         if pool is not None:
             at: Path = ("pools", role)
@@ -190,7 +209,7 @@ def links(config: Config, steps: Sequence[Step], credentials: Credentials | Clos
                 tls=tls,
                 our_key=_our_key(config, pool, at),
             )
-        elif config.gateway is not None:
+        elif config.gateway is not None and role in ROLES:
             gateway, at = config.gateway, ("gateway",)
             found[role] = RoleLink(
                 GatewayRouter(gateway.address, credentials.headers(gateway, at, ("EPP-Profile", role))),
@@ -201,10 +220,10 @@ def links(config: Config, steps: Sequence[Step], credentials: Credentials | Clos
                 our_key=_our_key(config, gateway, at),
             )
     for index, step in enumerate(steps):
-        if isinstance(step, (Render, Derender)):
+        if isinstance(step, (Render, Derender)) and (address := step.params.address) is not None:
             params, at = step.params, ("pipeline", "steps", index, "params")
             found[step.role] = RoleLink(
-                PoolRouter(Members((params.address,), credentials.headers(params, at)), RoundRobin()),
+                PoolRouter(Members((address,), credentials.headers(params, at)), RoundRobin()),
                 params.max_idle_conns_per_host,
                 params.idle_conn_timeout,
                 tls=credentials.verification(params, at),
@@ -225,7 +244,41 @@ def discarded(config: Config) -> list[str]:
     return [*config.pipeline.forward_response_headers, *known_here]
 
 
-def probes(steps: Sequence[Step], links: Mapping[str, RoleLink]) -> list[RoleProbe]:
+def finders(
+    config: Config, links: Mapping[str, RoleLink], metrics: Metrics, before: Plan | None = None
+) -> dict[str, Finder]:
+    """Return who looks up the workers of each role that has them looked up.
+
+    Where the plan before looks them up alike, those that it knows are there from the start: a file may be changed while
+    nothing can be looked up.
+    """
+    found: dict[str, Finder] = {}
+    for role, link in links.items():
+        pool: Pool | None = getattr(config.pools, role)
+        if pool is not None and pool.lookup is not None and isinstance(link.router, PoolRouter):
+            earlier: Pool | None = getattr(before.config.pools, role) if before is not None else None
+            if before is not None and earlier is not None and earlier.lookup == pool.lookup:
+                link.router.members.replace([worker.url for worker in before.upstream.links[role].router.known()])
+            keep_s = pool.lookup.keep or None
+            found[role] = Finder(role, link.router.members, _source(pool), keep_s, metrics, time.monotonic)
+    return found
+
+
+def _source(pool: Pool) -> Source:
+    # Each needs a package of its own, which is an extra, and takes a moment to import.
+    if pool.dns is not None:
+        from coordinator.routing.dns import DnsSource
+
+        return DnsSource(pool.dns)
+    from coordinator.routing.kubernetes import KubernetesSource
+
+    assert pool.kubernetes is not None
+    return KubernetesSource(pool.kubernetes)
+
+
+def probes(
+    steps: Sequence[Step], links: Mapping[str, RoleLink], finders: Mapping[str, Finder] | None = None
+) -> list[RoleProbe]:
     """Return what readiness asks of each role: reachable, and serving the routes that its legs use."""
     paths: dict[str, set[str]] = {}
     for step in steps:
@@ -244,6 +297,7 @@ def probes(steps: Sequence[Step], links: Mapping[str, RoleLink]) -> list[RolePro
             gateway=gateway,
             tls=links[role].tls,
             our_key=links[role].our_key,
+            why_none=finders[role].why_none if finders and role in finders else None,
         )
         for role in paths
         if not isinstance(links[role].router, HeaderRouter)  # its workers are known to the router in front
@@ -261,11 +315,14 @@ def routing_headers(config: Config) -> list[str]:
 
 
 def places(config: Config, links: Mapping[str, RoleLink]) -> dict[str, Place]:
-    """Return what a request takes a place of at each role whose pool has a limit: the pool, or the worker it names."""
+    """Return what a request takes a place of at each role whose pool has a limit: the pool, or the worker it names.
+
+    A decode pool whose workers are looked up has a place too, which only says whether there are any.
+    """
     found: dict[str, Place] = {}
     for role, link in links.items():
         pool: Pool | None = getattr(config.pools, role, None)
-        if pool is not None and pool.max_inflight:
+        if pool is not None and (pool.max_inflight or (pool.lookup is not None and role == "decode")):
             found[role] = _place(role, link.router, pool.max_inflight)
     return found
 
@@ -273,7 +330,10 @@ def places(config: Config, links: Mapping[str, RoleLink]) -> dict[str, Place]:
 def _place(role: str, router: Router, limit: int) -> Place:
     def of(ctx: RequestContext) -> tuple[str, int] | None:
         if known := router.known():
-            return role, limit * len(known)
+            return (role, limit * len(known)) if limit else None
+        if role == "decode" and isinstance(router, PoolRouter):
+            # Told here and not at its leg: by then the prompt would have been computed for nobody.
+            raise NoWorker(role, f"there is no {role} worker", headers={"Retry-After": "1"})
         worker = router.pick(ctx) if router.serves(ctx) else None
         return None if worker is None else (f"{role} {worker.url}", limit)
 
@@ -289,9 +349,9 @@ def _watches(links: Mapping[str, RoleLink]) -> list[Callable[[], Coroutine[Any, 
 def _pool_router(
     config: Config, role: str, pool: Pool, headers: Sequence[tuple[str, str]], tls: ssl.SSLContext | None
 ) -> PoolRouter | HeaderRouter:
-    if pool.endpoints is not None:
-        return pool_router(role, pool, Members(pool.endpoints, headers), tls)
-    assert pool.header is not None and pool.allow is not None
+    if pool.header is None:
+        return pool_router(role, pool, Members(pool.endpoints or (), headers), tls)
+    assert pool.allow is not None
     if pool is config.pools.encode:
         return HeaderRouter(pool.header, pool.allow, spread=True, headers=headers)
     others = [other for other in (config.pools.prefill, config.pools.decode) if other not in (None, pool)]

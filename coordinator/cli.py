@@ -145,6 +145,8 @@ def _destination(config: Config, steps: Sequence[Step], role: str) -> str:
     pool = getattr(config.pools, role, None)
     if pool is not None and pool.header:
         return f"the worker named by the request header {pool.header}, if any"
+    if pool is not None and pool.lookup is not None:
+        return f"{pool.lookup} by {pool.policy}"
     return f"{workers} by {pool.policy}" if pool is not None and len(router.known()) > 1 else workers
 
 
@@ -152,6 +154,7 @@ def _explain(args: argparse.Namespace) -> int:
     from coordinator.app import discarded, links, routing_headers
     from coordinator.credentials import Closed
     from coordinator.explain import explain, guess_api
+    from coordinator.routing.pool import PoolRouter
 
     config = _load(args)
     steps = registry.build(config, NoEvents())
@@ -160,6 +163,9 @@ def _explain(args: argparse.Namespace) -> int:
     headers = tuple(_header(text) for text in args.header)
     routing, discard = routing_headers(config), discarded(config)
     roles = links(config, steps, Closed())
+    for role, link in roles.items():
+        if isinstance(link.router, PoolRouter) and not link.router.known():
+            link.router.members.replace([f"http://<{role} worker>"])  # who it is shows only when it is looked up
     try:
         legs = asyncio.run(explain(steps, roles, NoEvents(), api, body, headers, routing, discard))
     except ApiError as error:

@@ -33,6 +33,7 @@ class RoleProbe:
         gateway: the address is a gateway's, which has no /health of its own: any answer to it will do.
         tls: how https workers are verified; None is by the system's authorities.
         our_key: what the configuration calls the key that these workers want of us; None where clients have one.
+        why_none: says why there are no workers, where they are looked up.
     """
 
     role: str
@@ -41,6 +42,7 @@ class RoleProbe:
     gateway: bool = False
     tls: ssl.SSLContext | None = None
     our_key: str | None = None
+    why_none: Callable[[], str] | None = None
 
 
 class Readiness:
@@ -83,7 +85,7 @@ class Readiness:
     async def _renew(self, probe: RoleProbe, session: aiohttp.ClientSession) -> None:
         async with asyncio.TaskGroup() as tasks:
             asked = [tasks.create_task(self._fault(probe, worker, session)) for worker in probe.known()]
-        faults = [task.result() for task in asked] or ["there are no workers"]
+        faults = [task.result() for task in asked] or [_why_none(probe)]
         before = self._problems.pop(probe.role, None)
         if None not in faults:
             self._problems[probe.role] = f"{probe.role}: {faults[0]}"
@@ -104,6 +106,10 @@ class Readiness:
             if fault is None:
                 self._proven.add(worker.url)
         return fault
+
+
+def _why_none(probe: RoleProbe) -> str:
+    return "there are no workers" if probe.why_none is None else probe.why_none()
 
 
 async def _health_fault(probe: RoleProbe, worker: Worker, session: aiohttp.ClientSession) -> str | None:

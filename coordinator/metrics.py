@@ -223,6 +223,34 @@ class Metrics:
         )
         self._tokens = Children(self.tokens)
 
+        self.workers_discovered = Gauge(
+            "coordinator_discovered_workers",
+            "Workers of a pool that are looked up, as of now.",
+            ["role"],
+            registry=registry,
+        )
+        self.discovery_failures = Counter(
+            "coordinator_discovery_failures",
+            "Look-ups of a pool's workers that failed; those that were known are used on.",
+            ["role"],
+            registry=registry,
+        )
+        self.discovery_succeeded_at = Gauge(
+            "coordinator_discovery_last_success_timestamp_seconds",
+            "When a pool's workers were last looked up or confirmed; time() minus it is their age.",
+            ["role"],
+            registry=registry,
+        )
+
+    def discovered(self, role: str, workers: int) -> None:
+        self.workers_discovered.labels(role).set(workers)
+
+    def discovery_succeeded(self, role: str) -> None:
+        self.discovery_succeeded_at.labels(role).set_to_current_time()
+
+    def discovery_failed(self, role: str) -> None:
+        self.discovery_failures.labels(role).inc()
+
     def queued(self, change: int) -> None:
         self.requests_queued.inc(change)
 

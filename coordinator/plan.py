@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from coordinator.questions import Questions
     from coordinator.release import Releaser
     from coordinator.respond import Manner
+    from coordinator.routing.discovery import Discovery
     from coordinator.upstream import HttpUpstream
     from coordinator.watch import Watch
 
@@ -55,6 +56,7 @@ class Plan:
     questions: Questions
     upstream: HttpUpstream
     media: HttpMediaFetcher
+    discovery: Discovery
     watch: Watch
     routing_headers: tuple[str, ...]
     drop: frozenset[str]

@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from coordinator.lookup import Dns, DnsOrText, Kubernetes
 from coordinator.outbound import Outbound
 from coordinator.section import HeaderName, Section
 from coordinator.units import Allow, BaseUrl, Count, Duration, Items, PositiveDuration, Whole, origin
@@ -79,17 +80,22 @@ class HealthParams(Section):
             yield "max_ejection_time", "is shorter than ejection_time, write the longer of both here"
 
 
+_WAYS = ("endpoints", "dns", "kubernetes", "header")
+
+
 class Pool(Section, Outbound):
-    """The workers of one role: listed here, or named in each request by the router in front."""
+    """The workers of one role: listed here, looked up, or named in each request by the router in front."""
 
     later: ClassVar[Mapping[str, str]] = {
-        "dns": "finding workers by DNS comes in a later release, list them in endpoints",
-        "kubernetes": "finding workers by Kubernetes comes in a later release, list them in endpoints",
         "bootstrap_port": "connectors that need a bootstrap port come in a later release, take the key out",
     }
 
     endpoints: Annotated[tuple[BaseUrl, ...], Items] | None = Field(
-        None, description="base URLs of the workers; either this or header"
+        None, description="base URLs of the workers; either this, dns, kubernetes or header"
+    )
+    dns: DnsOrText | None = Field(None, description="a DNS name whose records are the workers, as they change")
+    kubernetes: Kubernetes | None = Field(
+        None, description="a Service whose endpoints, or a selector whose pods, are the workers, as they change"
     )
     header: HeaderName | None = Field(
         None, description="request header in which the router in front names the worker, as host:port"
@@ -118,15 +124,28 @@ class Pool(Section, Outbound):
     )
 
     def _faults(self) -> Iterator[tuple[str, str]]:
-        if self.endpoints is not None and self.header is not None:
-            yield "header", "a pool names its workers in one way, take out endpoints or header"
+        ways = [name for name in _WAYS if getattr(self, name) is not None]
+        if len(ways) > 1:
+            yield ways[-1], f"a pool names its workers in one way, take out {' or '.join(ways)}"
+        elif not ways:
+            yield (
+                "",
+                "the pool names no workers, write endpoints: [http://host:8000], dns:, kubernetes:, or header: "
+                "with allow:",
+            )
         elif self.header is not None:
             yield from self._header_faults()
-        elif self.endpoints is not None:
-            yield from self._endpoint_faults(self.endpoints)
-            yield from self._policy_faults()
         else:
-            yield "", "the pool names no workers, write endpoints: [http://host:8000] or header: with allow:"
+            if self.allow is not None:
+                yield "allow", "belongs to header, and the workers are known here: take the key out"
+            if self.endpoints is not None:
+                yield from self._endpoint_faults(self.endpoints)
+            yield from self._policy_faults()
+
+    @property
+    def lookup(self) -> Dns | Kubernetes | None:
+        """How the workers are looked up; None where they are listed or named."""
+        return self.dns or self.kubernetes
 
     def _header_faults(self) -> Iterator[tuple[str, str]]:
         if not self.allow:
@@ -147,8 +166,6 @@ class Pool(Section, Outbound):
     def _endpoint_faults(self, endpoints: tuple[str, ...]) -> Iterator[tuple[str, str]]:
         if not endpoints:
             yield "endpoints", "the list is empty, write at least one worker such as http://10.0.0.1:8000"
-        if self.allow is not None:
-            yield "allow", "belongs to header, and the workers are listed here: take the key out"
         seen: set[str] = set()
         for url in endpoints:
             if origin(url) in seen:
@@ -162,6 +179,9 @@ class Pools(Section):
     encode: Pool | None = Field(None, description="the workers that turn media into embeddings")
     prefill: Pool | None = Field(None, description="the workers that compute prompts")
     decode: Pool | None = Field(None, description="the workers that generate answers")
+    render: Pool | None = Field(
+        None, description="the servers that turn prompts into token ids; either this or the render step's address"
+    )
 
     def _faults(self) -> Iterator[tuple[str, str]]:
         if self.encode is not None and self.encode.max_inflight:
@@ -171,3 +191,5 @@ class Pools(Section):
             )
         if self.encode is not None and self.encode.policy == "prefix_affinity":
             yield "encode", "prefix_affinity goes by the prompt, and encode legs hold media: write least_inflight"
+        if self.render is not None and self.render.header is not None:
+            yield "render", "no router in front names render servers, write endpoints, dns or kubernetes"

@@ -6,6 +6,7 @@ Each rule is one function over the whole layout that yields the path at fault an
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from coordinator.problems import Path
@@ -113,9 +114,35 @@ def every_role_has_workers(layout: Layout) -> Iterator[Fault]:
             )
 
 
+def render_has_one_server(layout: Layout) -> Iterator[Fault]:
+    pool = _pool(layout.config, "render")
+    for placed in layout.of("render"):
+        if placed.params is None:
+            continue
+        if placed.param("address") is None and pool is None:
+            yield placed.path("params", "address"), f"missing: write {_ADDRESS}, or its workers as pools.render"
+        elif pool is not None:
+            for name in sorted(placed.params.model_fields_set & OF_ADDRESS):
+                yield placed.path("params", name), "pools.render says how render servers are reached: take one out"
+
+
+_ADDRESS = "the render service, as http://host:port"
+OF_ADDRESS = {
+    *("address", "api_key", "ca_file", "insecure_skip_verify", "max_idle_conns_per_host", "idle_conn_timeout"),
+}
+
+
+def extras_are_installed(layout: Layout) -> Iterator[Fault]:
+    for role in (*ROLES, "render"):
+        pool = _pool(layout.config, role)
+        for way, package in (("dns", "dns"), ("kubernetes", "kubernetes_asyncio")):
+            if pool is not None and getattr(pool, way) is not None and find_spec(package) is None:
+                yield ("pools", role, way), f"a package is not installed, pip install 'pd-coordinator[{way}]'"
+
+
 def every_pool_is_used(layout: Layout) -> Iterator[Fault]:
     asked = {placed.role for placed in layout.steps}
-    for role in ROLES:
+    for role in (*ROLES, "render"):
         if _pool(layout.config, role) and role not in asked:
             yield ("pools", role), f"no step asks these workers, add {_a(role)} step or take the pool out"
     roles = asked.intersection(ROLES)
@@ -218,6 +245,8 @@ RULES: tuple[Callable[[Layout], Iterator[Fault]], ...] = (
     each_step_stands_once,
     decode_answers,
     every_role_has_workers,
+    render_has_one_server,
+    extras_are_installed,
     every_pool_is_used,
     pools_name_different_workers,
     legs_agree_on_the_connector,

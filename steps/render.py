@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 class Params(StepParams, Outbound):
     """llm-d's parameters of the render step, and what its server is to be told and to prove."""
 
-    address: BaseUrl = Field(description="the render service, as http://host:port")
+    address: BaseUrl | None = Field(None, description="the render service, as http://host:port; or pools.render")
     timeout: Duration = Field(default=30.0, description="one render call; 0 is no limit")
     max_idle_conns_per_host: int = Field(default=100, ge=1, description="keep-alive connections kept open")
     idle_conn_timeout: Duration = Field(default=90.0, description="how long an idle connection is kept")

@@ -16,6 +16,7 @@ from jsonschema import Draft202012Validator
 from coordinator.config import Config, load
 from coordinator.problems import section_in
 from coordinator.registry import STEP_TYPES, build, json_schema
+from coordinator.rules import OF_ADDRESS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -74,8 +75,9 @@ def test_the_reference_has_every_key_of_the_models_and_no_other() -> None:
     tree = switched_on()
     sections = {path: (has, written) for path, has, written in walk(Config, tree)}
     # A pool is described once, over all roles: one is named by a header, the others by their endpoints.
+    roles = ("encode", "prefill", "decode", "render")
     for inside in ("", "policy_params.", "health."):
-        paths = [path for role in ("encode", "prefill", "decode") if (path := f"pools.{role}.{inside}") in sections]
+        paths = [path for role in roles if (path := f"pools.{role}.{inside}") in sections]
         pools = [sections.pop(path) for path in paths]
         sections[f"a pool's {inside}"] = (pools[0][0], set().union(*(keys for _, keys in pools)))
     sections |= {
@@ -96,14 +98,32 @@ def test_a_key_that_is_on_in_the_reference_has_its_default() -> None:
     assert config.model_dump(exclude={"pipeline": {"steps"}}) == bare.model_dump(exclude={"pipeline": {"steps"}})
     for step in config.pipeline.steps:
         params = STEP_TYPES[step.type].params
-        needed = {name: step.params[name] for name, info in params.model_fields.items() if info.is_required()}
+        shown = {name: info for name, info in params.model_fields.items() if name in step.params}
+        needed = {name: step.params[name] for name, info in shown.items() if info.is_required() or info.default is None}
         assert params.model_validate(step.params) == params.model_validate(needed)
 
 
-@pytest.mark.parametrize("without", ["gateway", "pools"])
+SERVICE, SELECTOR = (("pools", "decode", "kubernetes", name) for name in ("service", "selector"))
+# What is taken out of the reference, where it has two ways of saying one thing; numbers are steps.
+WITHOUT: dict[str, tuple[tuple[str | int, ...], ...]] = {
+    "pools": (("pools",),),
+    "gateway": (("gateway",), ("pools", "render"), SELECTOR),
+    "an address of render": (("gateway",), SERVICE, *(("pipeline", "steps", 1, "params", key) for key in OF_ADDRESS)),
+}
+
+
+def taken_out(tree: dict[str, Any], paths: tuple[tuple[str | int, ...], ...]) -> dict[str, Any]:
+    for *above, key in paths:
+        section: Any = tree
+        for part in above:
+            section = section[part]
+        del section[key]
+    return tree
+
+
+@pytest.mark.parametrize("without", WITHOUT)
 def test_the_reference_works_with_everything_switched_on(without: str, tmp_path: Path) -> None:
-    tree = switched_on()
-    del tree[without]
+    tree = taken_out(switched_on(), WITHOUT[without])
     decode = next(step for step in tree["pipeline"]["steps"] if step["type"] == "decode")
     decode["params"] |= {"derender": "service", "output_mode": "tokens"}  # its default leaves derender no tokens
     file = tmp_path / "on.yaml"
@@ -119,11 +139,14 @@ def test_a_key_that_is_off_and_has_a_default_shows_it(tmp_path: Path) -> None:
         for name, info in params.model_fields.items():
             if not info.is_required() and info.default is not None:
                 assert getattr(shown, name) == info.default, (step["type"], name)
-    config = Config.model_validate(tree)
-    for pool in (config.pools.encode, config.pools.prefill, config.pools.decode):
-        for name in pool.model_fields_set - {"policy"}:  # each shows one that has parameters
-            default = type(pool).model_fields[name].get_default(call_default_factory=True)
-            assert default is None or getattr(pool, name) == default
+    config = Config.model_validate(taken_out(tree, (SELECTOR,)))
+    pools = config.pools
+    lookups = (pools.decode.kubernetes, pools.render.dns)
+    for section in (pools.encode, pools.prefill, pools.decode, pools.render, *lookups):
+        for name in section.model_fields_set - {"policy"}:  # each shows one that has parameters
+            info = type(section).model_fields[name]
+            default = info.get_default(call_default_factory=True)
+            assert info.is_required() or default is None or getattr(section, name) == default, name
 
 
 def comments() -> Iterator[tuple[str, str]]:

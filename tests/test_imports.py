@@ -60,8 +60,10 @@ WIRED = (
     *("fetch", "release", "retry", "upstream", "call", "relay", "server", "intake", "listener", "respond", "health"),
     *("questions", "wire", "outcome", "attempt", "model_names", "server_timing", "plan"),
 )
+LOOKUPS = {"coordinator.routing.dns": "dns", "coordinator.routing.kubernetes": "kubernetes_asyncio"}
 IO = (*family("coordinator.routing"), *(f"coordinator.{name}" for name in WIRED))
-CONFIG = tuple(f"coordinator.{name}" for name in ("config", "pools", "section", "environment", "problems", "yaml_file"))
+SECTIONS = ("config", "pools", "lookup", "section", "environment", "problems", "yaml_file")
+CONFIG = tuple(f"coordinator.{name}" for name in SECTIONS)
 WIRING = ("coordinator.app", "coordinator.cli", "coordinator.demo", "coordinator.serve", "coordinator.reload")
 STEPS_SHARE = ("steps.params", "steps.prompt")
 # With the packages that hold their own types: URL, CIMultiDict, ErrorDetails.
@@ -135,6 +137,15 @@ TABLE = (
         "and the contract (coordinator.step, coordinator.context); never aiohttp, never another step",
         may=(*PYDANTIC, *STEPS_SHARE, "coordinator.units", "coordinator.outbound", *ENVELOPE, *CONTRACT),
     ),
+    *(
+        Row(
+            (module,),
+            f"{module} is loaded only where its extra is used: it imports {package}, and what its neighbours may",
+            may=(package, *AIOHTTP, "coordinator.units", *ENVELOPE, *CORE, *IO),
+            types=("coordinator.lookup",),
+        )
+        for module, package in LOOKUPS.items()
+    ),
     Row(
         IO,
         f"the modules that do I/O (routing, {', '.join(WIRED)}) import aiohttp, envelope, the core, "
@@ -144,7 +155,7 @@ TABLE = (
     ),
     Row(
         CONFIG,
-        "the modules of the configuration (config, pools, section, environment, problems, yaml_file) import "
+        "the modules of the configuration (config, pools, lookup, section, environment, problems, yaml_file) import "
         "pydantic, envelope, coordinator.units, headers, secret, tls and outbound, and one another; only yaml_file "
         "imports yaml",
         may=(*PYDANTIC, "yaml", *(f"coordinator.{name}" for name in ("units", "headers", "secret", "tls", "outbound")),
@@ -190,6 +201,7 @@ IMPORTED_ONLY_BY = {
     "steps.*": ("coordinator.registry", "steps.*", *WIRING),
     "yaml": ("coordinator.yaml_file", *WIRING),
     "prometheus_client": ("coordinator.metrics", *WIRING),
+    **dict.fromkeys(LOOKUPS, WIRING),
 }
 
 

@@ -60,8 +60,9 @@ def test_each_pin_has_hashes(file: Path) -> None:
 def test_a_package_has_one_version_in_all_locks() -> None:
     """A wheel that is tested is the wheel that the image has."""
     for name, versions in pins("runtime").items():
-        for lock in ("demo", "dev", "bench", "release"):
-            assert pins(lock)[name] == versions, f"{name} in requirements/{lock}.txt: make lock"
+        assert pins("dev")[name] == versions, f"{name} in requirements/dev.txt: make lock"
+        for lock in ("demo", "bench", "release"):
+            assert pins(lock).get(name, versions) == versions, f"{name} in requirements/{lock}.txt: make lock"
 
 
 def test_what_builds_the_wheel_is_pinned() -> None:

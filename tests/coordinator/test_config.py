@@ -3,7 +3,7 @@
 # ruff: noqa: E501  # a sentence stands on one line, as the operator reads it
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -225,11 +225,11 @@ def test_what_is_wrong_with_the_server_section(refused, line: str, sentence: str
 
 
 POOL = [
-    ("{}", ": the pool names no workers, write endpoints: [http://host:8000] or header: with allow:"),
+    ("{}", ": the pool names no workers, write endpoints: [http://host:8000], dns:, kubernetes:, or header: with allow:"),
     ("{endpoints: []}", ".endpoints: the list is empty, write at least one worker such as http://10.0.0.1:8000"),
     ("{endpoints: ['http://a', 'http://a:80/']}", ".endpoints: http://a:80 stands twice, take one out"),
     ("{endpoints: ['http://a/v1']}", ".endpoints[0]: 'http://a/v1' has more than host and port, write http://a: a leg brings its path"),
-    ("{endpoints: ['http://a'], allow: [b]}", ".allow: belongs to header, and the workers are listed here: take the key out"),
+    ("{endpoints: ['http://a'], allow: [b]}", ".allow: belongs to header, and the workers are known here: take the key out"),
     ("{endpoints: ['https://a'], ca_file: /x, insecure_skip_verify: true}", ": with insecure_skip_verify nothing is verified by ca_file: take one of the two out"),
     ("{endpoints: ['http://a'], api_key: 12345}", ".api_key: this key is not a text, put it in quotes"),
     ("{endpoints: ['http://a'], max_inflight: -1}", ".max_inflight: -1 is too small, write at least 0"),
@@ -246,10 +246,50 @@ POOL = [
     ("{header: x-a, allow: [b], policy: round_robin}", ".policy: the header names the worker, so there is none to pick: take the key out"),
     ("{header: 'x a', allow: [b]}", ".header: 'x a' is not a header name, write one such as x-prefiller-host-port"),
     ("{header: Authorization, allow: [b]}", ".header: 'Authorization' belongs to one connection, one body or one leg, write another header"),
-    ("{dns: 'a:80', endpoints: ['http://a']}", ".dns: finding workers by DNS comes in a later release, list them in endpoints"),
-    ("{kubernetes: {}, endpoints: ['http://a']}", ".kubernetes: finding workers by Kubernetes comes in a later release, list them in endpoints"),
+    ("{dns: 'a:80', endpoints: ['http://a']}", ".dns: a pool names its workers in one way, take out endpoints or dns"),
+    ("{kubernetes: {service: a}, header: x-a, dns: 'a:80'}", ".header: a pool names its workers in one way, take out dns or kubernetes or header"),
+    ("{dns: 'a:80', allow: [b]}", ".allow: belongs to header, and the workers are known here: take the key out"),
+    ("{dns: a}", ".dns.port: missing: write the workers' port, such as 8000, or records: srv"),
+    ("{dns: {port: 80}}", ".dns.name: missing, and has no default: write the name, such as prefill.default.svc.cluster.local; without a dot at its end, the system's search list applies"),
+    ("{dns: {name: a b, port: 80}}", ".dns.name: 'a b' is not a DNS name, write one such as prefill.default.svc.cluster.local"),
+    ("{dns: '10.0.0.1:80'}", ".dns.name: '10.0.0.1' is not a DNS name, write one such as prefill.default.svc.cluster.local"),
+    ("{dns: 'http://a:80'}", ".dns: 'http://a:80' is a URL, write only name and port, and scheme: https where it is needed"),
+    ("{dns: {name: a, port: 0}}", ".dns.port: 0 is too small, write at least 1"),
+    ("{dns: {name: _http._tcp.a, port: 80, records: srv}}", ".dns.port: SRV records bring the port of each worker, take the key out"),
+    ("{dns: {name: a, port: 80, records: cname}}", ".dns.records: 'cname' is not one of address, a, aaaa, srv"),
+    ("{dns: {name: a, port: 80, resolvers: [ns.local]}}", ".dns.resolvers[0]: 'ns.local' is not the IP address of a name server, write one such as 10.96.0.10"),
+    ("{dns: {name: a, port: 80, resolvers: ['10.0.0.1:0']}}", ".dns.resolvers[0]: '0' is not a port, write a number from 1 to 65535"),
+    ("{dns: {name: a, port: 80, min_interval: 40s}}", ".dns.max_interval: is less than min_interval, write a longer one"),
+    ("{dns: {name: a, port: 80, keep: 3}}", ".dns.keep: 3 has no unit, write 3s"),
+    ("{dns: {name: a, port: 80, ttl: 3}}", ".dns.ttl: unknown key, the keys here are scheme, keep, name, port, records, resolvers, timeout, min_interval, max_interval"),
+    ("{kubernetes: {}}", ".kubernetes: names no workers, write service: NAME, or selector: llm-d.ai/role=prefill"),
+    ("{kubernetes: {service: a, selector: b, port: 80}}", ".kubernetes.selector: the workers are found in one way, take out service or selector"),
+    ("{kubernetes: {selector: llm-d.ai/role=decode}}", ".kubernetes.port: missing: write the pods' port, such as 8000 or the name of a container's port"),
+    ("{kubernetes: {service: a.default.svc}}", ".kubernetes.service: 'a.default.svc' is not a name in Kubernetes, write lower-case letters, digits and dashes"),
+    ("{kubernetes: {service: a, port: Http}}", ".kubernetes.port: 'Http' is no port, write its number, or the name that it has in Kubernetes"),
+    ("{kubernetes: {service: a, port: 70000}}", ".kubernetes.port: '70000' is not a port, write a number from 1 to 65535"),
+    ("{kubernetes: {service: a, scheme: tcp}}", ".kubernetes.scheme: 'tcp' is not one of http, https"),
     ("{endpoint: ['http://a'], endpoints: ['http://a']}", ".endpoint: unknown key, did you mean endpoints?"),
 ]  # fmt: skip
+
+
+# (the section, what it is read as)
+LOOKUPS = [
+    ("dns: 'Prefill.Default.svc:8000'", {"name": "prefill.default.svc", "port": 8000, "records": "address", "keep": 600.0}),
+    ("dns: {name: _http._tcp.a.b., records: srv}", {"name": "_http._tcp.a.b.", "port": None}),
+    ("dns: {name: a, port: '80', resolvers: '10.0.0.1, ::1'}", {"port": 80, "resolvers": ("10.0.0.1:53", "[::1]:53")}),
+    ("dns: {name: a, port: 80, resolvers: ['[::1]:5353']}", {"resolvers": ("[::1]:5353",), "min_interval": 5.0}),
+    ("kubernetes: {service: prefill}", {"service": "prefill", "port": None, "namespace": None, "scheme": "http"}),
+    ("kubernetes: {service: prefill, port: '8000'}", {"port": 8000}),
+    ("kubernetes: {selector: 'llm-d.ai/role in (prefill,both)', port: http}", {"port": "http", "keep": 600.0}),
+    ("kubernetes: {service: prefill, keep: 0, scheme: https}", {"keep": 0.0, "scheme": "https"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("section", "expected"), LOOKUPS)
+def test_where_workers_are_looked_up(read, section: str, expected: dict[str, Any]) -> None:
+    lookup = read(f"pools: {{prefill: {{{section}}}}}\n" + STEPS).pools.prefill.lookup
+    assert {name: getattr(lookup, name) for name in expected} == expected
 
 
 @pytest.mark.parametrize(("pool", "sentence"), POOL)
@@ -300,6 +340,7 @@ def test_what_is_wrong_with_the_pipeline_section(refused, line: str, sentence: s
         ("gateway: {timeout: 3s}\n" + STEPS, "gateway.address: missing, and has no default: write the base URL of the gateway, such as http://inference-gateway:80"),
         ("gateway: {address: 'g:80'}\n" + STEPS, "gateway.address: 'g:80' has no scheme, write http://g:80"),
         ("pools: {encode: {endpoints: ['http://a'], max_inflight: 3}}\n" + STEPS, "pools.encode: max_inflight counts requests, and one may make many encode legs: bound them by max_parallel"),
+        ("pools: {render: {header: x-render, allow: [a]}}\n" + STEPS, "pools.render: no router in front names render servers, write endpoints, dns or kubernetes"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_elsewhere(refused, text: str, sentence: str) -> None:
@@ -312,7 +353,8 @@ def test_every_problem_is_told_at_once(refused) -> None:
         "environment variable COORDINATOR_SERVER_LISTEN_ADR: no such key in the configuration, "
         "did you mean COORDINATOR_SERVER_LISTEN_ADDR?",
         "pd.yaml: server.read_timeout: 30 has no unit, write 30s",
-        "pd.yaml: pools.prefill: the pool names no workers, write endpoints: [http://host:8000] or header: with allow:",
+        "pd.yaml: pools.prefill: the pool names no workers, write endpoints: [http://host:8000], dns:, kubernetes:, or "
+        "header: with allow:",
         "pd.yaml: pipeline.steps[0].type: missing, and has no default: write the step's type, such as decode",
         "pd.yaml: pipeline.steps[0].typ: unknown key, did you mean type?",
         "pd.yaml: log_levl: unknown key, did you mean log_level?",

@@ -132,7 +132,8 @@ def test_what_is_wrong_with_a_step_s_params(refused, decode: dict[str, Any], sen
 
 def test_render_needs_an_address(refused) -> None:
     assert refused("render", "decode") == [
-        "pipeline.steps[0].params.address: missing, and has no default: write the render service, as http://host:port"
+        "pipeline.steps[0].params.address: missing: write the render service, as http://host:port, or its workers as "
+        "pools.render"
     ]
 
 
@@ -216,6 +217,29 @@ def test_embeddings_may_go_to_a_decode_that_computes_the_prompt_itself(made) -> 
 
 def test_a_role_may_have_a_pool_while_another_goes_by_the_gateway(made) -> None:
     assert len(made("prefill", "decode", pools={"decode": {"endpoints": ["http://a"]}})) == 2
+
+
+def test_render_has_an_address_or_a_pool(refused, made) -> None:
+    pools = {"render": {"dns": "render:8000"}}
+    assert len(made("render", "decode", pools=pools)) == 2
+    assert refused(RENDER, "decode", pools=pools) == [
+        "pipeline.steps[0].params.address: pools.render says how render servers are reached: take one out"
+    ]
+    assert refused(step("render", idle_conn_timeout="3s"), "decode", pools=pools) == [
+        "pipeline.steps[0].params.idle_conn_timeout: pools.render says how render servers are reached: take one out"
+    ]
+    assert refused("decode", pools=pools) == [
+        "pools.render: no step asks these workers, add a render step or take the pool out"
+    ]
+
+
+@pytest.mark.parametrize("way", ["dns", "kubernetes"])
+def test_a_missing_extra_is_named(refused, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    lookup = {"dns": "decode:8000", "kubernetes": {"service": "decode"}}
+    monkeypatch.setattr("coordinator.rules.find_spec", lambda package: None)
+    assert refused("prefill", "decode", pools={"decode": {way: lookup[way]}}) == [
+        f"pools.decode.{way}: a package is not installed, pip install 'pd-coordinator[{way}]'"
+    ]
 
 
 def test_a_pool_or_gateway_that_no_step_asks_is_refused(refused) -> None:
@@ -328,8 +352,7 @@ def test_the_schema_is_a_schema_and_writes_defaults_as_the_file_does() -> None:
         ([RENDER, {"type": "decode"}], True),
         ([], False),
         ([{"type": "decoder"}], False),
-        ([{"type": "render"}], False),
-        ([{"type": "render", "params": {}}], False),
+        ([{"type": "render", "params": {"url": "http://r"}}], False),
         ([{"type": "decode", "params": {"output_mode": "ids"}}], False),
         ([{"type": "derender"}], False),
         ([{"type": "decode", "params": {"address": "http://r"}}], False),
