@@ -184,7 +184,7 @@ def _demo(args: argparse.Namespace) -> int:
     from coordinator.demo import demo
 
     set_up(LEVELS["info"], "human")
-    return run(demo(args.port, args.ask, args.stream))
+    return run(demo(args.port, args.ask, args.stream, args.image))
 
 
 def _load(args: argparse.Namespace) -> Config:
@@ -237,5 +237,6 @@ def _parser() -> argparse.ArgumentParser:
     sub = command("demo", "run simulated workers with the coordinator in front", _demo, config=False)
     sub.add_argument("--port", type=int, default=8080, help="port to listen on; 0 is a free one (default 8080)")
     sub.add_argument("--ask", metavar="TEXT", help="ask this, print the answer, and stop")
+    sub.add_argument("--image", metavar="FILE", help="with --ask: a picture to ask about")
     sub.add_argument("--stream", action="store_true", help="with --ask: print the answer as it comes")
     return parser

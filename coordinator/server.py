@@ -70,6 +70,7 @@ class Front:
             web.post(COUNT_TOKENS_PATH, self._count_tokens, expect_handler=self._expect),
             web.get("/v1/models", self._list_models),
             web.get("/healthz", self._healthz),
+            web.get("/health", self._healthz),  # where clients of vLLM look, load tools among them
             web.get("/readyz", self._readyz),
         ]
         return [*posts, *others, *([web.get("/metrics", self._guarded_metrics)] if metrics else [])]

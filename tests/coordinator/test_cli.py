@@ -333,19 +333,19 @@ def test_without_uvloop_the_standard_loop_will_do(monkeypatch: pytest.MonkeyPatc
     assert (cli.run(done()), cli.run(failed())) == (0, 1)
 
 
-def test_demo_is_told_the_port_the_question_and_whether_to_stream(
+def test_demo_is_told_the_port_the_question_its_picture_and_whether_to_stream(
     run: Any, restored: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
 
-    async def demo(port: int, ask: str | None, stream: bool) -> int:
-        asked.append((port, ask, stream))
+    async def demo(port: int, ask: str | None, stream: bool, image: str | None) -> int:
+        asked.append((port, ask, stream, image))
         return 0
 
     monkeypatch.setattr("coordinator.demo.demo", demo)
     assert run("demo").code == 0
-    assert run("demo", "--port", "0", "--ask", "Hello", "--stream").code == 0
-    assert asked == [(8080, None, False), (0, "Hello", True)]
+    assert run("demo", "--port", "0", "--ask", "Hello", "--stream", "--image", "cat.png").code == 0
+    assert asked == [(8080, None, False, None), (0, "Hello", True, "cat.png")]
 
 
 # --- output that nobody reads --------------------------------------------------------------------------------------

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import signal
 import socket
 import sys
+from typing import TYPE_CHECKING
 
 import aiohttp
 import pytest
@@ -17,6 +19,9 @@ from coordinator.cli import NoEvents
 from coordinator.config import Config, ConfigError
 from coordinator.registry import build
 from envelope.formats import Format
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 HELLO = "Say hello in French."
 
@@ -29,10 +34,12 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_its_configuration_is_the_fleet_that_most_people_run() -> None:
     """Tokenized once: prefill and decode are given render's tokens, and decode answers in the client's own API."""
-    tree = demo.tree("http://r:1", ["http://a:1", "http://b:1"], ["http://c:1"])
-    render, prefill, decode = build(Config.model_validate(tree), NoEvents())
-    formats = [step.plan(Format.CHAT).format for step in (render, prefill, decode)]
-    assert formats == [Format.CHAT, Format.GENERATE, Format.CHAT]
+    pools = {"encode": ["http://e:1"], "prefill": ["http://a:1", "http://b:1"], "decode": ["http://c:1"]}
+    tree = demo.tree("http://r:1", pools)
+    steps = build(Config.model_validate(tree), NoEvents())
+    assert [step.type for step in steps] == ["render", "encode", "prefill", "decode"]
+    formats = [step.plan(Format.CHAT).format for step in steps]
+    assert formats == [Format.CHAT, Format.GENERATE, Format.GENERATE, Format.CHAT]
     assert tree["pools"]["prefill"]["endpoints"] == ["http://a:1", "http://b:1"]
 
 
@@ -50,6 +57,24 @@ async def test_a_streamed_answer_is_printed_as_it_comes(capsys: pytest.CaptureFi
     assert lines[-1] == "data: [DONE]"
 
 
+async def test_a_picture_is_encoded_on_a_worker_of_its_own_and_seen(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    picture = tmp_path / "cat.jpg"
+    picture.write_bytes(b"a cat in the sun")
+    with caplog.at_level(logging.INFO, logger="coordinator"):
+        assert await demo.demo(0, "What is in this picture?", False, str(picture)) == 0
+    said = capsys.readouterr()
+    assert "image " in json.dumps(json.loads(said.out)["choices"][0]["message"])
+    (request,) = (json.loads(line) for line in said.err.splitlines())
+    assert list(request["legs"]) == ["render", "encode", "prefill", "decode"]
+
+
+async def test_a_picture_that_is_not_there_is_a_sentence() -> None:
+    with pytest.raises(ConfigError, match=r"demo: --image /no/cat\.png: No such file or directory"):
+        await demo.demo(0, "What is in this picture?", False, "/no/cat.png")
+
+
 async def test_an_answer_that_is_an_error_is_printed_and_ends_with_1(capsys: pytest.CaptureFixture[str]) -> None:
     assert await demo.demo(0, "hello " * 20_000, False) == 1
     assert json.loads(capsys.readouterr().out)["error"]["code"] == 400
@@ -64,7 +89,7 @@ async def test_it_greets_with_a_command_that_works_and_runs_until_it_is_stopped(
         text += await spoken(running, capsys)
     address = text.split("listening on http://")[1].split(";")[0]
     assert f"curl -N http://{address}/v1/chat/completions" in text
-    assert [line.split()[0] for line in text.splitlines()[:3]] == ["render", "prefill", "decode"]
+    assert [line.split()[0] for line in text.splitlines()[:4]] == ["render", "encode", "prefill", "decode"]
     body = json.loads(text.split("-d '")[1].split("'")[0])
     async with (
         aiohttp.ClientSession() as session,

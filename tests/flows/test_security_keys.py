@@ -96,7 +96,7 @@ async def test_anthropic_clients_are_refused_in_their_own_shape(guarded, path):
 
 async def test_every_route_but_the_probes_wants_a_key(guarded):
     """/metrics tells of everybody's load, so on the port where clients are it is not open either."""
-    assert [(await guarded.get(path)).status for path in ("/healthz", "/readyz")] == [200, 200]
+    assert [(await guarded.get(path)).status for path in ("/healthz", "/health", "/readyz")] == [200, 200, 200]
     for path in ("/v1/models", "/metrics"):
         assert [(await guarded.get(path, header)).status for header in (NONE, BEARER)] == [401, 200], path
     for path in ("/v1/completions", "/v1/responses", "/inference/v1/generate"):
