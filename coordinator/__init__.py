@@ -14,6 +14,6 @@ In front of it stand ``listener`` (who may hold a connection, and how long), ``k
 (who may begin).
 
 ``config`` is one YAML file as pydantic models, ``registry`` turns its steps into objects, and ``app`` wires it all to a
-``plan``, which requests are answered by. ``serve`` is the process, ``reload`` puts another plan in place, ``cli`` is
-the command line, and ``sim`` the simulated workers of ``demo`` and of the tests.
+``plan``, which requests are answered by. ``serve`` is the process, ``reload`` puts another plan in place,
+``supervisor`` runs several of them, ``cli`` is the command line, and ``sim`` the simulated workers of ``demo`` and of the tests.
 """

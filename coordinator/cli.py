@@ -96,17 +96,27 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
 
 
 def _serve(args: argparse.Namespace) -> int:
-    from coordinator.serve import serve
+    from coordinator.serve import Alone, serve
 
     config = _load(args)
     set_up(LEVELS[config.log_level], config.log_format)
     try:
-        return run(serve(config, args.config))
+        if config.server.workers > 1:
+            return _supervise(config, args.config)
+        return run(serve(config, args.config, Alone(args.config)))
     except OSError as error:  # the port is taken, or not ours to bind
         told = error.strerror or str(error)
         key = "metrics_port" if f", {config.server.metrics_port})" in told else "listen_addr"
         print(f"{args.config}: server.{key}: {told}", file=sys.stderr)
         return FAILED
+
+
+def _supervise(config: Config, path: str) -> int:
+    from coordinator.member import Member
+    from coordinator.serve import serve
+    from coordinator.supervisor import Supervisor
+
+    return Supervisor(config, path, lambda share, end: run(serve(share, path, Member(end)))).run()
 
 
 def _check(args: argparse.Namespace) -> int:

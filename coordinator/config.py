@@ -120,6 +120,11 @@ class Server(Section):
         description="largest header field in bytes; routers in front may put long lists into one; all fields together "
         "may have four times as much",
     )
+    workers: Count = Field(
+        1,
+        description="serving processes on the port, for more cores; with more than 1, max_concurrency, queue_size and "
+        "max_inflight are divided among them, and least_inflight sees the legs of its own process",
+    )
     max_concurrency: Whole = Field(
         0, ge=0, description="requests that are worked on at a time, /v1/models aside; 0 is no limit"
     )

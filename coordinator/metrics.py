@@ -61,6 +61,28 @@ class Gaps(Histogram):
                 bucket.inc(count)
 
 
+class ProcessMetrics:
+    """What the supervisor of several processes counts."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.config_reloads = _config_reloads(self.registry)
+        self.restarts = Counter(
+            "coordinator_process_restarts",
+            "Serving processes that died and were started again.",
+            registry=self.registry,
+        )
+
+
+def _config_reloads(registry: CollectorRegistry) -> Counter:
+    return Counter(
+        "coordinator_config_reloads",
+        "Times that the file was read again while running, by result: applied, unchanged, refused.",
+        ["result"],
+        registry=registry,
+    )
+
+
 class Metrics:
     """The coordinator's instruments. Implements ``coordinator.step.Events``."""
 
@@ -207,12 +229,7 @@ class Metrics:
             ["role"],
             registry=registry,
         )
-        self.config_reloads = Counter(
-            "coordinator_config_reloads",
-            "Times that the file was read again while running, by result: applied, unchanged, refused.",
-            ["result"],
-            registry=registry,
-        )
+        self.config_reloads = _config_reloads(registry)
         self._workers: dict[str, str] = {}
         self._requests, self._request_seconds = Children(self.requests), Children(self.request_seconds)
         self._in_flight, self._leg_seconds = Children(self.in_flight), Children(self.leg_seconds)

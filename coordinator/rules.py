@@ -240,6 +240,19 @@ def token_ids_are_known_and_wanted(layout: Layout) -> Iterator[Fault]:
             yield path, "no render step makes token ids, add one before it or take it out"
 
 
+def limits_can_be_divided(layout: Layout) -> Iterator[Fault]:
+    """Each serving process has its share of a limit, and 0 would be no limit."""
+    config, count = layout.config, layout.config.server.workers
+    limits: list[tuple[Path, int]] = [(("server", "max_concurrency"), config.server.max_concurrency)]
+    limits += [(("pools", role, "max_inflight"), pool.max_inflight) for role in ROLES if (pool := _pool(config, role))]
+    for path, limit in limits:
+        if 0 < limit < count:
+            yield (
+                path,
+                f"{limit} cannot be divided among the {count} processes of server.workers, write {count} or more",
+            )
+
+
 RULES: tuple[Callable[[Layout], Iterator[Fault]], ...] = (
     order_works,
     each_step_stands_once,
@@ -254,6 +267,7 @@ RULES: tuple[Callable[[Layout], Iterator[Fault]], ...] = (
     wrap_has_something_to_wrap,
     derender_has_tokens_to_take,
     token_ids_are_known_and_wanted,
+    limits_can_be_divided,
 )
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from contextlib import asynccontextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from aiohttp import web
 
@@ -16,55 +15,103 @@ from coordinator.config import load
 from coordinator.listener import Runner
 from coordinator.logs import log
 from coordinator.reload import FileWatch, Reloader
+from coordinator.units import ListenAddr
 
 if TYPE_CHECKING:
     import ssl
-    from collections.abc import AsyncIterator
+    from collections.abc import Sequence
 
     from coordinator.config import Config
     from coordinator.server import Front
 
 
-async def serve(config: Config, path: str) -> None:
-    """Run until SIGTERM or SIGINT: then refuse new requests, let the running ones end, and stop.
+class Steering(Protocol):
+    """What tells a process to stop, and to reload.
+
+    Attributes:
+        shares_port: other processes listen on the same port.
+    """
+
+    shares_port: bool
+
+    async def begin(self, app: web.Application, reloader: Reloader, stops: asyncio.Queue[None]) -> None:
+        """Take over, before anything is opened: each word to stop is put into ``stops``."""
+
+    async def listening(self, addresses: Sequence[str]) -> None:
+        """Take note that clients can come."""
+
+    async def run(self) -> None:
+        """Do what there is to do meanwhile; cancelled at the end."""
+
+    async def end(self) -> None:
+        """Take note that the last request is over."""
+
+
+class Alone:
+    """Steers the only process, by signals. Implements ``Steering``."""
+
+    shares_port = False
+
+    def __init__(self, path: str) -> None:
+        self._file = FileWatch(path)
+
+    async def begin(self, app: web.Application, reloader: Reloader, stops: asyncio.Queue[None]) -> None:
+        self._app, self._reloader = app, reloader
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stops.put_nowait, None)
+        loop.add_signal_handler(signal.SIGHUP, reloader.ask)
+
+    async def listening(self, addresses: Sequence[str]) -> None:
+        for address in addresses:
+            log.info("listening", extra={"fields": {"address": address}})
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._reloader.run())
+            tasks.create_task(self._file.run(self._changed))
+
+    def _changed(self) -> None:
+        if self._app[FRONT].plan.config.config.watch:
+            self._reloader.ask()
+
+    async def end(self) -> None:
+        pass
+
+
+async def serve(config: Config, path: str, steering: Steering) -> None:
+    """Run until told to stop: then refuse new requests, let the running ones end, and stop.
 
     Args:
-        path: of the file that the configuration came from, which SIGHUP applies as it is then.
+        path: of the file that the configuration came from.
     """
-    signals = _signals()
+    stops = asyncio.Queue[None]()
     app = build(config)
-    reloader, file = Reloader(app, partial(load, path, os.environ)), FileWatch(path)
-    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reloader.ask)
+    await steering.begin(app, Reloader(app, partial(load, path, os.environ)), stops)
     front, server = app[FRONT], config.server
     runner = Runner(app, server.max_header_size)
     await runner.setup()
-    extra = await _metrics_site(config, front, _tls(app, 1))
+    extra: web.AppRunner | None = None
     try:
-        listen = server.listen_addr
-        await web.TCPSite(runner, listen.host, listen.port, backlog=2048, ssl_context=_tls(app, 0)).start()
-        for host, port, *_ in runner.addresses:
-            log.info("listening", extra={"fields": {"address": f"{host}:{port}"}})
-        async with _reloading(app, reloader, file):
-            await _until_stopped(front, signals)
+        extra = await _metrics_site(config, front, _tls(app, 1), steering.shares_port)
+        await _listen(runner, server.listen_addr, _tls(app, 0), steering.shares_port, backlog=2048)
+        await steering.listening([f"{host}:{port}" for host, port, *_ in runner.addresses])
+        async with asyncio.TaskGroup() as tasks:
+            steered = tasks.create_task(steering.run())
+            await _until_stopped(front, stops)
+            steered.cancel()
     finally:
         await runner.cleanup()
         if extra is not None:
             await extra.cleanup()
+    await steering.end()
 
 
-@asynccontextmanager
-async def _reloading(app: web.Application, reloader: Reloader, file: FileWatch) -> AsyncIterator[None]:
-    """Apply the file when that is asked for, and when it changes, where the configuration that runs says so."""
-
-    def changed() -> None:
-        if app[FRONT].plan.config.config.watch:
-            reloader.ask()
-
-    async with asyncio.TaskGroup() as tasks:
-        running = [tasks.create_task(reloader.run()), tasks.create_task(file.run(changed))]
-        yield
-        for task in running:
-            task.cancel()
+async def _listen(
+    runner: web.AppRunner, at: ListenAddr, tls: ssl.SSLContext | None, shared: bool, backlog: int = 128
+) -> None:
+    site = web.TCPSite(runner, at.host, at.port, backlog=backlog, ssl_context=tls, reuse_port=shared or None)
+    await site.start()
 
 
 def _tls(app: web.Application, port: int) -> ssl.SSLContext | None:
@@ -72,7 +119,7 @@ def _tls(app: web.Application, port: int) -> ssl.SSLContext | None:
     return None if certificate is None else certificate.context
 
 
-async def _metrics_site(config: Config, front: Front, tls: ssl.SSLContext | None) -> web.AppRunner | None:
+async def _metrics_site(config: Config, front: Front, tls: ssl.SSLContext | None, shared: bool) -> web.AppRunner | None:
     port = config.server.metrics_port
     if port is None or port <= 0:
         return None
@@ -80,27 +127,23 @@ async def _metrics_site(config: Config, front: Front, tls: ssl.SSLContext | None
     app.add_routes([web.get("/metrics", front.metrics_page)])
     runner = web.AppRunner(app, access_log=None, handle_signals=False)
     await runner.setup()
-    await web.TCPSite(runner, config.server.listen_addr.host, port, ssl_context=tls).start()
+    try:
+        await _listen(runner, ListenAddr(config.server.listen_addr.host, port), tls, shared)
+    except OSError:
+        await runner.cleanup()
+        raise
     return runner
 
 
-def _signals() -> asyncio.Queue[int]:
-    """Return the signals to stop, as they come; from here on they no longer end the process by themselves."""
-    loop, signals = asyncio.get_running_loop(), asyncio.Queue[int]()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, signals.put_nowait, number)
-    return signals
-
-
-async def _until_stopped(front: Front, signals: asyncio.Queue[int]) -> None:
-    """Wait for a signal and then for the requests in flight; a second signal ends the waiting."""
-    await signals.get()
+async def _until_stopped(front: Front, stops: asyncio.Queue[None]) -> None:
+    """Wait for a word to stop and then for the requests in flight; a second word ends the waiting."""
+    await stops.get()
     front.draining = True
     log.info("draining", extra={"fields": {"in_flight": front.in_flight}})
     try:
         async with asyncio.timeout(front.plan.config.server.shutdown_timeout), asyncio.TaskGroup() as tasks:
             idle = tasks.create_task(front.idle.wait())
-            again = tasks.create_task(signals.get())
+            again = tasks.create_task(stops.get())
             await asyncio.wait((idle, again), return_when=asyncio.FIRST_COMPLETED)
             idle.cancel()
             again.cancel()

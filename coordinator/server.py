@@ -48,6 +48,9 @@ class Front:
     Args:
         apis: the client APIs that are served.
         clock: monotonic seconds.
+
+    Attributes:
+        page: gives the metrics and their content type; where there are several processes, of all of them.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class Front:
         self._metrics = metrics
         self._recorder = recorder
         self._clock = clock
+        self.page: Callable[[], Awaitable[tuple[bytes, str]]] = self._own_page
         self.draining = False
         self.in_flight = 0
         self.idle = asyncio.Event()
@@ -260,8 +264,14 @@ class Front:
             return await refuse(request, None, request_id(request.headers.get("X-Request-Id")), error, plan.manner)
         return await self.metrics_page(request)
 
+    async def _own_page(self) -> tuple[bytes, str]:
+        return self._metrics.page()
+
     async def metrics_page(self, request: web.Request) -> web.StreamResponse:
-        body, content_type = self._metrics.page()
+        try:
+            body, content_type = await self.page()
+        except TimeoutError:
+            return web.Response(status=503, text="the supervisor of this process does not answer\n")
         return web.Response(body=body, headers={"Content-Type": content_type})
 
 

@@ -64,7 +64,8 @@ LOOKUPS = {"coordinator.routing.dns": "dns", "coordinator.routing.kubernetes": "
 IO = (*family("coordinator.routing"), *(f"coordinator.{name}" for name in WIRED))
 SECTIONS = ("config", "pools", "lookup", "section", "environment", "problems", "yaml_file")
 CONFIG = tuple(f"coordinator.{name}" for name in SECTIONS)
-WIRING = ("coordinator.app", "coordinator.cli", "coordinator.demo", "coordinator.serve", "coordinator.reload")
+WIRING = ("coordinator.app", "coordinator.cli", "coordinator.demo", "coordinator.serve", "coordinator.reload",
+          "coordinator.member", "coordinator.crew", "coordinator.supervisor")
 STEPS_SHARE = ("steps.params", "steps.prompt")
 # With the packages that hold their own types: URL, CIMultiDict, ErrorDetails.
 AIOHTTP = ("aiohttp", "httptools", "multidict", "yarl")
@@ -113,8 +114,8 @@ TABLE = (
         types=AIOHTTP,
     ),
     Row(
-        ("coordinator.metrics",),
-        "coordinator.metrics imports prometheus_client, envelope and the core; no other of the core does",
+        ("coordinator.metrics", "coordinator.totals"),
+        "coordinator.metrics and totals import prometheus_client, envelope and the core; no other of the core does",
         may=("prometheus_client", *ENVELOPE, *CORE),
     ),
     Row(
@@ -169,6 +170,11 @@ TABLE = (
         may=(*PYDANTIC, *family("steps"), *CONFIG, "coordinator.rules", "coordinator.units", *CONTRACT, *ENVELOPE),
     ),
     Row(
+        ("coordinator.channel", "coordinator.ports", "coordinator.shares"),
+        "channel, ports and shares, which several processes need, import the configuration's modules and units",
+        may=(*CONFIG, "coordinator.units"),
+    ),
+    Row(
         ("coordinator.rules",),
         "coordinator.rules imports the configuration's modules, coordinator.units and envelope",
         may=(*CONFIG, "coordinator.units", *ENVELOPE),
@@ -186,7 +192,7 @@ TABLE = (
         may=(*ENVELOPE, *CORE),
         types=("coordinator.upstream",),
     ),
-    Row(WIRING, "app, cli, demo, serve and reload may import everything", may=("*",)),
+    Row(WIRING, "app, cli, demo, serve, reload, member, crew and supervisor may import everything", may=("*",)),
     Row(("coordinator.__main__",), "coordinator.__main__ imports coordinator.cli", may=("coordinator.cli",)),
 )
 
@@ -196,11 +202,14 @@ IMPORTED_ONLY_BY = {
     "coordinator.demo": WIRING,
     "coordinator.serve": WIRING,
     "coordinator.reload": WIRING,
+    "coordinator.member": WIRING,
+    "coordinator.crew": WIRING,
+    "coordinator.supervisor": WIRING,
     "coordinator.cli": ("coordinator.__main__",),
     "steps": ("coordinator.registry", "steps.*", *WIRING),
     "steps.*": ("coordinator.registry", "steps.*", *WIRING),
     "yaml": ("coordinator.yaml_file", *WIRING),
-    "prometheus_client": ("coordinator.metrics", *WIRING),
+    "prometheus_client": ("coordinator.metrics", "coordinator.totals", *WIRING),
     **dict.fromkeys(LOOKUPS, WIRING),
 }
 
