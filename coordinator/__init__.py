@@ -15,5 +15,6 @@ In front of it stand ``listener`` (who may hold a connection, and how long), ``k
 
 ``config`` is one YAML file as pydantic models, ``registry`` turns its steps into objects, and ``app`` wires it all to a
 ``plan``, which requests are answered by. ``serve`` is the process, ``reload`` puts another plan in place,
-``supervisor`` runs several of them, ``cli`` is the command line, and ``sim`` the simulated workers of ``demo`` and of the tests.
+``supervisor`` runs several of them, ``cli`` is the command line, and ``sim`` the simulated workers of ``demo`` and of
+the tests.
 """

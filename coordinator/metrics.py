@@ -35,6 +35,9 @@ _AGES = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0,
 _WORKERS = 500
 OTHER = "other"
 
+# Of several processes each finds these by itself, and all find the same: the greatest is told, not the sum.
+NOT_SUMMED = frozenset({"coordinator_discovered_workers", "coordinator_discovery_last_success_timestamp_seconds"})
+
 # What is told of answers that are no use, by the error's class.
 _UNUSABLE = {"LegUnreadable": "unreadable", "LegUnechoed": "not_echoed"}
 

@@ -1,5 +1,7 @@
 """Metrics of several processes as one page: counters, histograms and gauges are summed, sample by sample.
 
+Gauges that tell the same of all processes (``metrics.NOT_SUMMED``) are told once.
+
 A process that has ended stays in the sums with its counters and histograms, since a sum that falls would read as a
 restart of the whole; its gauges are gone with what they counted.
 """
@@ -10,10 +12,13 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import CONTENT_TYPE_LATEST, Metric, generate_latest
 
+from coordinator.metrics import NOT_SUMMED
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from prometheus_client import CollectorRegistry
+    from prometheus_client.samples import Sample
 
 Families = list[Metric]
 """What one process counts, as its registry tells it."""
@@ -38,13 +43,14 @@ def total(told: Iterable[Families]) -> Families:
         own = sums[family.name]
         for sample in family.samples:
             key = sample.name, tuple(sample.labels.items())
-            if key not in own:
-                own[key] = sample.value
-            elif sample.name.endswith("_created"):  # a time: that of the first
-                own[key] = min(own[key], sample.value)
-            else:
-                own[key] += sample.value
+            own[key] = _joined(sample, own[key]) if key in own else sample.value
     return [_summed(found[name], own) for name, own in sums.items()]
+
+
+def _joined(sample: Sample, so_far: float) -> float:
+    if sample.name.endswith("_created"):  # a time: that of the first
+        return min(so_far, sample.value)
+    return max(so_far, sample.value) if sample.name in NOT_SUMMED else so_far + sample.value
 
 
 def page(told: Sequence[Metric]) -> tuple[bytes, str]:

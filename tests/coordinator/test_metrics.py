@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.parser import text_string_to_metric_families
 
 from coordinator.context import Attempt, LegTime
-from coordinator.metrics import Metrics
+from coordinator.metrics import Metrics, ProcessMetrics
 from coordinator.pace import GAP_SECONDS, Pace
 
 
@@ -161,7 +161,7 @@ def documented() -> dict[str, tuple[str, tuple[str, ...]]]:
 def test_the_docs_have_every_metric_and_no_other(metrics: Metrics) -> None:
     made = {
         item._name + ("_total" if item._type == "counter" else ""): (item._type, item._labelnames)
-        for item in instruments(metrics)
+        for item in (*instruments(metrics), ProcessMetrics().restarts)
     }
     assert documented() == made
-    assert len(made) == len(instruments(metrics))
+    assert len(made) == len(instruments(metrics)) + 1

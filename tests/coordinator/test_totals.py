@@ -7,6 +7,7 @@ import pickle
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.parser import text_string_to_metric_families
 
+from coordinator.metrics import NOT_SUMMED, Metrics
 from coordinator.totals import Families, families, kept, page, total
 
 
@@ -52,6 +53,20 @@ def test_the_time_of_a_series_is_that_of_its_first_process() -> None:
 def test_of_a_process_that_has_ended_the_gauges_go() -> None:
     sums = shown(total([kept(told({"chat": 3}, 2, 0.5)), told({"chat": 1}, 1, 0.5)]))
     assert (sums["requests_total", "chat"], sums["in_flight",], sums["seconds_count",]) == (4, 1, 2)
+
+
+def test_what_all_processes_find_alike_is_told_once() -> None:
+    """Two processes that look the workers up see the same four; there are no eight."""
+
+    def process(workers: int) -> Families:
+        metrics = Metrics(CollectorRegistry())
+        metrics.discovered("decode", workers)
+        return families(metrics.registry)
+
+    found = shown(total([process(4), process(3)]))
+    assert found["coordinator_discovered_workers", "decode"] == 4
+    names = {family.name for family in families(Metrics(CollectorRegistry()).registry) if family.type == "gauge"}
+    assert names >= NOT_SUMMED
 
 
 def test_what_was_told_is_left_as_it_was() -> None:
