@@ -25,7 +25,7 @@ from coordinator.model_names import ModelNames
 from coordinator.outcome import Recorder
 from coordinator.pipeline import Pipeline
 from coordinator.plan import Plan, Plans
-from coordinator.problems import Path, show_path
+from coordinator.problems import ConfigError, Path, show_path
 from coordinator.questions import Questions
 from coordinator.release import Releaser
 from coordinator.respond import Manner
@@ -122,6 +122,7 @@ def plan(
         ConfigError: as ``build``.
     """
     steps = registry.build(config, metrics)
+    renderers = open_renderers(config, steps)
     server, media = config.server, HttpMediaFetcher()
     carry = config.pipeline.forward_response_headers
     upstream = HttpUpstream(links(config, steps, credentials), carry, metrics, media)
@@ -171,6 +172,7 @@ def plan(
             partial(_ask_who_is_found, discovery, readiness),
             partial(names.run, questions.listed),
             *_watches(upstream.links),
+            *renderers,
         ),
     )
 
@@ -192,6 +194,23 @@ async def _running(app: web.Application) -> AsyncIterator[None]:
         watching = tasks.create_task(app[WATCH].run())
         yield
         watching.cancel()
+
+
+def open_renderers(config: Config, steps: Sequence[Step]) -> list[Callable[[], Coroutine[Any, Any, None]]]:
+    """Load the models whose prompts are rendered in this process; return what runs as long as they are used.
+
+    Raises:
+        ConfigError: their files are not what they should be, or what renders them is not installed.
+    """
+    running: list[Callable[[], Coroutine[Any, Any, None]]] = []
+    for index, step in enumerate(steps):
+        if isinstance(step, Render) and step.role is None:
+            try:
+                running.append(step.open().run)
+            except ValueError as error:
+                at: Path = ("pipeline", "steps", index, "params", "tokenizer")
+                raise ConfigError([config.sources.problem(at, str(error))]) from None
+    return running
 
 
 def links(config: Config, steps: Sequence[Step], credentials: Credentials | Closed) -> dict[str, RoleLink]:
@@ -220,7 +239,8 @@ def links(config: Config, steps: Sequence[Step], credentials: Credentials | Clos
                 our_key=_our_key(config, gateway, at),
             )
     for index, step in enumerate(steps):
-        if isinstance(step, (Render, Derender)) and (address := step.params.address) is not None:
+        address = step.params.address if isinstance(step, (Render, Derender)) else None
+        if isinstance(step, (Render, Derender)) and address is not None and step.role is not None:
             params, at = step.params, ("pipeline", "steps", index, "params")
             found[step.role] = RoleLink(
                 PoolRouter(Members((address,), credentials.headers(params, at)), RoundRobin()),

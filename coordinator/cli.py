@@ -161,13 +161,14 @@ def _destination(config: Config, steps: Sequence[Step], role: str) -> str:
 
 
 def _explain(args: argparse.Namespace) -> int:
-    from coordinator.app import discarded, links, routing_headers
+    from coordinator.app import discarded, links, open_renderers, routing_headers
     from coordinator.credentials import Closed
     from coordinator.explain import explain, guess_api
     from coordinator.routing.pool import PoolRouter
 
     config = _load(args)
     steps = registry.build(config, NoEvents())
+    open_renderers(config, steps)
     body = _read_request(args.request)
     api = Format(args.api) if args.api else guess_api(body)
     headers = tuple(_header(text) for text in args.header)

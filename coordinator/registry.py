@@ -40,7 +40,7 @@ STEP_TYPES: dict[str, StepType] = {
         replace_media_urls.ReplaceMediaUrls.role,
         replace_media_urls.Params,
     ),
-    "render": StepType(render.Render, render.Render.role, render.Params),
+    "render": StepType(render.Render, "render", render.Params),
     "conditional-decode": StepType(
         conditional_decode.ConditionalDecode,
         conditional_decode.ConditionalDecode.role,
@@ -176,6 +176,8 @@ def json_schema() -> dict[str, Any]:
 
 def _params_of(name: str, kind: StepType, ref: dict[str, Any]) -> dict[str, Any]:
     then: dict[str, Any] = {"properties": {"params": ref}}
-    if any(info.is_required() for info in kind.params.model_fields.values()):
+    try:
+        kind.params.model_validate({})
+    except ValidationError:
         then["required"] = ["params"]
     return {"if": {"properties": {"type": {"const": name}}, "required": ["type"]}, "then": then}

@@ -119,7 +119,10 @@ def render_has_one_server(layout: Layout) -> Iterator[Fault]:
     for placed in layout.of("render"):
         if placed.params is None:
             continue
-        if placed.param("address") is None and pool is None:
+        if placed.param("tokenizer") is not None:
+            if pool is not None:
+                yield ("pools", "render"), "render has a tokenizer and asks no server: take one of the two out"
+        elif placed.param("address") is None and pool is None:
             yield placed.path("params", "address"), f"missing: write {_ADDRESS}, or its workers as pools.render"
         elif pool is not None:
             for name in sorted(placed.params.model_fields_set & OF_ADDRESS):

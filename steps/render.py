@@ -1,19 +1,22 @@
 """render: client body -> token ids, sampling_params, features, parse_context.
 
-Sets ``ctx.rendered``, the generate request behind the client's own. A prompt that is tokenized already (a completions
-token array, a generate client) needs no renderer; the limits hold for it all the same.
+Sets ``ctx.rendered``, the generate request behind the client's own: a render service makes it, or this process with the
+model's tokenizer. A prompt that is tokenized already (a completions token array, a generate client) needs no renderer;
+the limits hold for it all the same.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field, model_validator
 
 from coordinator.outbound import Outbound
+from coordinator.rendering.conversation import NEEDS_SERVICE
+from coordinator.rendering.renderer import APIS, Model, Renderer
 from coordinator.step import Leg, LegLimits, PlanRow
-from coordinator.units import BaseUrl, Duration
-from envelope.client_request import has_media, prompt_token_ids
+from coordinator.units import BaseUrl, Count, Duration
+from envelope.client_request import first_media, has_media, prompt_token_ids
 from envelope.errors import BadRequest, LegUnreadable
 from envelope.features import FeaturesWrong, check, check_counts, normal
 from envelope.formats import RENDER_PATHS, Format
@@ -28,10 +31,70 @@ if TYPE_CHECKING:
     from envelope.json_codec import Json
 
 
-class Params(StepParams, Outbound):
-    """llm-d's parameters of the render step, and what its server is to be told and to prove."""
+class InProcess(StepParams):
+    """How this process renders: the model, and what its workers were started with."""
 
-    address: BaseUrl | None = Field(None, description="the render service, as http://host:port; or pools.render")
+    tokenizer: str | None = Field(
+        default=None,
+        description="render here, with the tokenizer and chat template of this folder; text of chat and completions "
+        "only; needs pd-coordinator[render]",
+    )
+    max_model_len: Count | None = Field(
+        default=None, description="the workers' context length in tokens, as their /v1/models says it"
+    )
+    tokenizer_sha: str | None = Field(
+        default=None, description="SHA-256 of tokenizer.json; with another one the coordinator does not start"
+    )
+    chat_template: str | None = Field(
+        default=None, description="file of a chat template, where the workers have one in place of the model's"
+    )
+    chat_template_content_format: Literal["string", "openai"] | None = Field(
+        default=None, description="how the template takes content; unset is found out as vLLM does"
+    )
+    default_chat_template_kwargs: dict[str, Any] = Field(
+        default={}, description="the workers' --default-chat-template-kwargs"
+    )
+    tool_parser: Literal["hermes"] | None = Field(default=None, description="the workers' --tool-call-parser")
+    reasoning_parser: Literal["qwen3"] | None = Field(default=None, description="the workers' --reasoning-parser")
+    generation_config: str = Field(
+        default="auto",
+        description="the workers' --generation-config: auto is the model's own file, vllm none, else a folder",
+    )
+    override_generation_config: dict[str, Any] = Field(
+        default={}, description="the workers' --override-generation-config"
+    )
+    render_threads: Count = Field(default=2, description="prompts that are rendered at a time")
+
+    def model(self) -> Model:
+        assert self.tokenizer is not None and self.max_model_len is not None
+        return Model(
+            folder=self.tokenizer,
+            max_model_len=self.max_model_len,
+            sha256=self.tokenizer_sha,
+            chat_template=self.chat_template,
+            content_format=self.chat_template_content_format,
+            tool_parser=self.tool_parser,
+            reasoning_parser=self.reasoning_parser,
+            generation_config=self.generation_config,
+            overrides=self.override_generation_config,
+            template_kwargs=self.default_chat_template_kwargs,
+        )
+
+
+class Params(InProcess, Outbound):
+    """llm-d's parameters of the render step, what its server is told and has to prove; or what renders in its place."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "dependentRequired": {name: ["tokenizer"] for name in InProcess.model_fields if name != "tokenizer"}
+            | {"tokenizer": ["max_model_len"]},
+            "not": {"required": ["address", "tokenizer"]},
+        }
+    )
+
+    address: BaseUrl | None = Field(
+        default=None, description="the render service, as http://host:port; or pools.render, or tokenizer"
+    )
     timeout: Duration = Field(default=30.0, description="one render call; 0 is no limit")
     max_idle_conns_per_host: int = Field(default=100, ge=1, description="keep-alive connections kept open")
     idle_conn_timeout: Duration = Field(default=90.0, description="how long an idle connection is kept")
@@ -40,27 +103,62 @@ class Params(StepParams, Outbound):
         default=0, ge=0, description="most placeholder tokens of media in a prompt; 0 is no limit"
     )
 
+    @model_validator(mode="after")
+    def _one_renderer(self) -> Params:
+        here = [name for name in InProcess.model_fields if name in self.model_fields_set]
+        there = [name for name in ("address", *Outbound.model_fields) if name in self.model_fields_set]
+        if here and self.tokenizer is None:
+            raise ValueError(f"{here[0]} is for rendering here: write tokenizer: and a model's folder, or take it out")
+        if here and there:
+            raise ValueError(f"{there[0]} is for a service and tokenizer for rendering here: take one of the two out")
+        if here and self.max_model_len is None:
+            raise ValueError("max_model_len is missing: write the context length that the workers' /v1/models says")
+        return self
+
 
 class Render:
-    """Ask the render service for the tokens of a text prompt, and check what came back against the limits."""
+    """Have a text prompt made into tokens, and check what came back against the limits."""
 
     type: ClassVar[str] = "render"
-    role: ClassVar[str] = "render"
 
     def __init__(self, params: Params, settings: PipelineSettings) -> None:
         self.params = params
         self._settings = settings
         self._limits = LegLimits(request_s=params.timeout or None)
+        self._renderer: Renderer | None = None
+
+    @property
+    def role(self) -> str | None:
+        return "render" if self.params.tokenizer is None else None
+
+    def open(self) -> Renderer:
+        """Load the model that is rendered here.
+
+        Raises:
+            ValueError: a sentence that says what is wrong with its files, or which extra is to be installed.
+        """
+        self._renderer = Renderer(self.params.model(), self.params.render_threads)
+        return self._renderer
 
     def admit(self, ctx: RequestContext) -> None:
-        if has_media(ctx.body):
+        if self.role is None:
+            self._admit_here(ctx)
+        elif has_media(ctx.body):
             check_kinds(media_items(ctx.api, ctx.body))
+
+    def _admit_here(self, ctx: RequestContext) -> None:
+        if ctx.api not in (*APIS, Format.GENERATE):
+            raise BadRequest(NEEDS_SERVICE.format(f"the {ctx.api} API"))
+        if media := first_media(ctx.body):
+            raise BadRequest(f"{media}: " + NEEDS_SERVICE.format("media"), param=media.partition(" ")[0])
 
     async def run(self, ctx: RequestContext, upstream: Upstream) -> str:
         if ctx.api is Format.GENERATE:
             ctx.rendered, outcome = ctx.body, "skipped"
         elif prompt_token_ids(ctx.api, ctx.body) is not None:
             ctx.rendered, outcome = from_token_prompt(ctx.api, ctx.body), "skipped"
+        elif self.role is None:
+            ctx.rendered, outcome = await self._render_here(ctx), "ok"
         else:
             ctx.rendered, outcome = await self._ask(ctx, upstream), "ok"
         self._check_limits(ctx.api, ctx.rendered)
@@ -70,15 +168,23 @@ class Render:
         path = RENDER_PATHS.get(api)
         if path is None:
             return PlanRow(api, self.type, self.role, None, None, ("the client sends token ids",))
+        if self.role is None:
+            here = "rendered here" if api in APIS else "refused: needs a render service"
+            return PlanRow(api, self.type, None, None, None, (here,))
         notes = ("no call for a token-array prompt",) if api is Format.COMPLETIONS else ()
         return PlanRow(api, self.type, self.role, api, path, notes)
+
+    async def _render_here(self, ctx: RequestContext) -> Json:
+        assert self._renderer is not None, "the application opens its steps before it serves"
+        rendered = await self._renderer.render(ctx.api, ctx.body, ctx.leg_id, self._limits.request_s)
+        return from_render(rendered, ctx.api, ctx.body)
 
     async def _ask(self, ctx: RequestContext, upstream: Upstream) -> Json:
         # The answer's stream fields follow the client's, so the body goes as it is.
         body = {key: value for key, value in ctx.body.items() if key not in ("mm_payload", "return_mm_kwargs")}
         if not self._settings.tokens_in and has_media(body):
             body["mm_payload"] = "none"  # tensors are megabytes, and no leg would be sent them
-        leg = Leg(self.type, self.role, RENDER_PATHS[ctx.api], body, self._limits)
+        leg = Leg(self.type, "render", RENDER_PATHS[ctx.api], body, self._limits)
         reply = await upstream.post_json(ctx, leg)
         return from_render(self._with_checked_media(ctx, self._one_prompt(reply.body)), ctx.api, ctx.body)
 

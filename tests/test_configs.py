@@ -17,6 +17,7 @@ from coordinator.config import Config, load
 from coordinator.problems import section_in
 from coordinator.registry import STEP_TYPES, build, json_schema
 from coordinator.rules import OF_ADDRESS
+from steps.render import InProcess
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -59,6 +60,14 @@ def test_it_opens_with_what_it_is_for_what_the_fleet_is_and_what_workers_need(fi
 def switched_on() -> dict[str, Any]:
     tree = yaml.safe_load(_OFF.sub(r"\1", REFERENCE))
     assert isinstance(tree, dict)
+    return tree
+
+
+def served_render(tree: dict[str, Any]) -> dict[str, Any]:
+    """Return the tree with a render service alone: the reference describes both ways, and a file has one."""
+    for step in tree["pipeline"]["steps"]:
+        if step["type"] == "render":
+            step["params"] = {key: value for key, value in step["params"].items() if key not in InProcess.model_fields}
     return tree
 
 
@@ -123,7 +132,7 @@ def taken_out(tree: dict[str, Any], paths: tuple[tuple[str | int, ...], ...]) ->
 
 @pytest.mark.parametrize("without", WITHOUT)
 def test_the_reference_works_with_everything_switched_on(without: str, tmp_path: Path) -> None:
-    tree = taken_out(switched_on(), WITHOUT[without])
+    tree = taken_out(served_render(switched_on()), WITHOUT[without])
     decode = next(step for step in tree["pipeline"]["steps"] if step["type"] == "decode")
     decode["params"] |= {"derender": "service", "output_mode": "tokens"}  # its default leaves derender no tokens
     file = tmp_path / "on.yaml"
@@ -133,6 +142,12 @@ def test_the_reference_works_with_everything_switched_on(without: str, tmp_path:
 
 def test_a_key_that_is_off_and_has_a_default_shows_it(tmp_path: Path) -> None:
     tree = switched_on()
+    (rendered_here,) = (step["params"] for step in tree["pipeline"]["steps"] if step["type"] == "render")
+    shown = InProcess.model_validate({name: rendered_here[name] for name in InProcess.model_fields})
+    assert {name for name, info in InProcess.model_fields.items() if info.default is None} == {
+        name for name in InProcess.model_fields if getattr(shown, name) != getattr(InProcess(), name)
+    }
+    served_render(tree)
     for step in tree["pipeline"]["steps"]:
         params = STEP_TYPES[step["type"]].params
         shown = params.model_validate(step["params"])

@@ -66,6 +66,8 @@ SECTIONS = ("config", "pools", "lookup", "section", "environment", "problems", "
 CONFIG = tuple(f"coordinator.{name}" for name in SECTIONS)
 WIRING = ("coordinator.app", "coordinator.cli", "coordinator.demo", "coordinator.serve", "coordinator.reload",
           "coordinator.member", "coordinator.crew", "coordinator.supervisor")
+RENDERING = family("coordinator.rendering")
+RENDERING_PLAIN = ("fields", "conversation", "tokenizer", "parsers", "sampling", "threads", "renderer")
 STEPS_SHARE = ("steps.params", "steps.prompt")
 # With the packages that hold their own types: URL, CIMultiDict, ErrorDetails.
 AIOHTTP = ("aiohttp", "httptools", "multidict", "yarl")
@@ -125,6 +127,19 @@ TABLE = (
         may=(*ENVELOPE, *CORE),
         types=("coordinator.routing.router",),
     ),
+    Row(
+        ("coordinator.rendering.template",),
+        "coordinator.rendering.template reads chat templates: it imports jinja2, and who needs it imports it in a function",
+        may=("jinja2",),
+    ),
+    Row(
+        RENDERING,
+        "coordinator.rendering does what a render service does: it imports pydantic, envelope and itself, and transformers "
+        "and jinja2 only inside a function",
+        may=(*PYDANTIC, *(f"coordinator.rendering.{name}" for name in RENDERING_PLAIN), *ENVELOPE),
+        types=("coordinator.rendering.template",),
+        in_functions=("transformers", "jinja2", "coordinator.rendering", "coordinator.rendering.template"),
+    ),
     Row(("steps",), "steps/__init__.py is a docstring: importing one step must not import them all"),
     Row(
         STEPS_SHARE,
@@ -134,9 +149,10 @@ TABLE = (
     ),
     Row(
         ("steps.*",),
-        "a step imports envelope, pydantic, what steps share (params, prompt), coordinator.units, coordinator.outbound "
-        "and the contract (coordinator.step, coordinator.context); never aiohttp, never another step",
-        may=(*PYDANTIC, *STEPS_SHARE, "coordinator.units", "coordinator.outbound", *ENVELOPE, *CONTRACT),
+        "a step imports envelope, pydantic, what steps share (params, prompt), coordinator.units, coordinator.outbound, "
+        "coordinator.rendering and the contract (coordinator.step, coordinator.context); never aiohttp, never another "
+        "step",
+        may=(*PYDANTIC, *STEPS_SHARE, "coordinator.units", "coordinator.outbound", *RENDERING, *ENVELOPE, *CONTRACT),
     ),
     *(
         Row(

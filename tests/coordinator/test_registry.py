@@ -137,6 +137,34 @@ def test_render_needs_an_address(refused) -> None:
     ]
 
 
+HERE = {"tokenizer": "/models/m", "max_model_len": 4096}
+
+
+@pytest.mark.parametrize(
+    ("params", "sentence"),
+    [
+        ({"max_model_len": 9},
+         "max_model_len is for rendering here: write tokenizer: and a model's folder, or take it out"),
+        ({"address": "http://r", "tool_parser": "hermes"},
+         "tool_parser is for rendering here: write tokenizer: and a model's folder, or take it out"),
+        ({**HERE, "address": "http://r"},
+         "address is for a service and tokenizer for rendering here: take one of the two out"),
+        ({**HERE, "api_key": "k"}, "api_key is for a service and tokenizer for rendering here: take one of the two out"),
+        ({"tokenizer": "/m"}, "max_model_len is missing: write the context length that the workers' /v1/models says"),
+    ],
+)  # fmt: skip
+def test_render_needs_one_renderer(refused, params: dict[str, Any], sentence: str) -> None:
+    assert refused(step("render", **params), "decode") == [f"pipeline.steps[0].params: {sentence}"]
+
+
+def test_a_parser_that_is_not_known_here_is_refused(refused) -> None:
+    """Its forced tool calls would be let through without a grammar."""
+    assert refused(step("render", **HERE, tool_parser="pythonic", reasoning_parser="qwen"), "decode") == [
+        "pipeline.steps[0].params.tool_parser: 'pythonic' is not one of hermes",
+        "pipeline.steps[0].params.reasoning_parser: 'qwen' is not one of qwen3, did you mean qwen3?",
+    ]
+
+
 def test_conditional_decode_has_no_wire_format(refused) -> None:
     (sentence,) = refused(step("conditional-decode", use_openai_format=True), "decode")
     assert sentence.startswith("pipeline.steps[0].params: use_openai_format cannot be set on conditional-decode")
@@ -355,6 +383,10 @@ def test_the_schema_is_a_schema_and_writes_defaults_as_the_file_does() -> None:
         ([{"type": "render", "params": {"url": "http://r"}}], False),
         ([{"type": "decode", "params": {"output_mode": "ids"}}], False),
         ([{"type": "derender"}], False),
+        ([{"type": "render", "params": HERE}], True),
+        ([{"type": "render", "params": {"tokenizer": "/m"}}], False),
+        ([{"type": "render", "params": {"tool_parser": "hermes"}}], False),
+        ([{"type": "render", "params": {**HERE, "address": "http://r"}}], False),
         ([{"type": "decode", "params": {"address": "http://r"}}], False),
         ([{"type": "decode", "params": {"idle_timeout": 30}}], False),
     ],

@@ -315,7 +315,7 @@ def merged(tree: Any, change: Any) -> Any:
 def config_tree(fleet: SimFleet, shape: str, steps: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     openai, own = SHAPES[shape]
     params = merged(own, dict(steps))
-    if "render" in params:
+    if "render" in params and "tokenizer" not in params["render"]:
         params["render"] = {"address": fleet.render.url, **params["render"]}
     pools: dict[str, Any] = {"decode": {"endpoints": [worker.url for worker in fleet.decodes]}}
     if "prefill" in params:

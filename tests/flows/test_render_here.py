@@ -1,0 +1,136 @@
+"""Prompts that the coordinator renders itself: no client can tell, but for what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.cli import main
+from coordinator.problems import ConfigError
+from tests.flows.setups import CHAT, COMPLETIONS, MESSAGES, RESPONSES, SETUPS, comparable, question
+
+MODEL = str(Path(__file__).resolve().parents[1] / "data" / "tiny-model")
+HERE = {"tokenizer": MODEL, "max_model_len": 4096, "tool_parser": "hermes", "reasoning_parser": "qwen3"}
+
+ASKED: list[tuple[str, str, dict[str, Any]]] = [
+    (CHAT, "Say hello in Japanese.", {}),
+    (CHAT, "What is 2 + 2?", {"thinking": True}),
+    (CHAT, "What is the weather in Oslo?", {"tool": True}),
+    (CHAT, "What is the weather in Oslo?", {"tool": True, "tool_choice": "required"}),
+    (CHAT, "Just say OK.", {"logprobs": True, "top_logprobs": 2}),
+    (CHAT, "Count to one hundred.", {"max_completion_tokens": 16}),
+    (COMPLETIONS, "Just say OK.", {"logprobs": 2}),
+    (COMPLETIONS, "Count to one hundred.", {}),
+]
+
+
+def legs(fleet: Any) -> list[str]:
+    """Return what a prefill worker was asked to do; health and route probes ask nothing of it."""
+    return [received.path for received in fleet.prefills[0].received if len(received.raw) > len(b"{}")]
+
+
+async def rendering(coordinator: Any, fleet: Any, setup: str) -> Any:
+    shape, steps = SETUPS[setup]
+    return await coordinator(fleet, shape, steps={**steps, "render": HERE})
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+async def test_answers_are_those_with_a_render_service(coordinator: Any, fleet: Any, setup: str, stream: bool) -> None:
+    here = await rendering(coordinator, fleet, setup)
+    served = await coordinator(fleet, SETUPS[setup][0], steps={"render": {}, **SETUPS[setup][1]})
+    for path, text, fields in ASKED:
+        body = question(path, text, **fields, temperature=0, stream=stream)
+        ours, theirs = await here.post(path, body), await served.post(path, body)
+        assert (ours.status, theirs.status) == (200, 200), ours.raw
+        if stream:
+            assert comparable(ours.events, "usage") == comparable(theirs.events, "usage")
+        else:
+            assert comparable(ours.body, "prompt_tokens_details") == comparable(theirs.body, "prompt_tokens_details")
+
+
+async def test_no_render_service_is_asked_and_the_tokens_are_the_same(coordinator: Any, fleet: Any) -> None:
+    here = await rendering(coordinator, fleet, "text")
+    assert (await here.chat("Say hello in French.")).status == 200
+    assert fleet.render.received == []
+    sent = fleet.prefills[0].received[-1].body
+    served = await coordinator(fleet, "text")
+    assert (await served.chat("Say hello in French.")).status == 200
+    assert sent["token_ids"] == fleet.prefills[0].received[-1].body["token_ids"]
+    assert await here.count("coordinator_leg_seconds_count", step="render", outcome="ok") == 1
+
+
+async def test_media_is_refused_before_any_worker_is_asked(coordinator: Any, fleet: Any) -> None:
+    here = await rendering(coordinator, fleet, "text")
+    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    got = await here.post(CHAT, {"model": "tiny", "messages": [{"role": "user", "content": [part]}]})
+    assert (got.status, got.error["param"]) == (400, "messages[0].content[0]")
+    assert "media needs a render service" in got.error["message"]
+    assert legs(fleet) == []
+
+
+@pytest.mark.parametrize("path", [RESPONSES, MESSAGES])
+async def test_an_api_that_is_not_rendered_here_is_refused(coordinator: Any, fleet: Any, path: str) -> None:
+    here = await rendering(coordinator, fleet, "text")
+    got = await here.post(path, question(path, "Say hello."))
+    assert got.status == 400
+    assert "API needs a render service" in got.error["message"]
+    assert legs(fleet) == []
+
+
+async def test_all_else_works_as_with_a_render_service(coordinator: Any, fleet: Any) -> None:
+    here = await rendering(coordinator, fleet, "text")
+    ready, models = await here.get("/readyz"), await here.get("/v1/models")
+    assert (ready.status, models.status, models.body["data"][0]["id"]) == (200, 200, "tiny")
+    unknown = await here.post(CHAT, {"model": "other", "messages": [{"role": "user", "content": "hi"}]})
+    assert (unknown.status, unknown.error["type"]) == (404, "NotFoundError")
+    ids = await here.post(COMPLETIONS, {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 2})
+    generate = await here.post("/inference/v1/generate", {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 2}})
+    assert (ids.status, generate.status) == (200, 200)
+
+
+async def test_limits_on_tokens_hold(coordinator: Any, fleet: Any) -> None:
+    here = await coordinator(fleet, "text", steps={"render": {**HERE, "max_total_tokens": 4}})
+    got = await here.chat("Say hello in French.")
+    assert (got.status, got.error["param"]) == (400, "messages")
+
+
+async def test_a_model_that_is_not_there_is_told_before_the_port_is_bound(coordinator: Any, fleet: Any) -> None:
+    with pytest.raises(ConfigError) as told:
+        await coordinator(fleet, "text", steps={"render": {**HERE, "tokenizer": "/nowhere"}})
+    assert told.value.problems == [
+        "configuration: pipeline.steps[0].params.tokenizer: /nowhere is no folder, write the model's: with tokenizer.json and "
+        "tokenizer_config.json"
+    ]
+
+
+FILE = f"""
+pools:
+  prefill: {{endpoints: ["http://127.0.0.1:1"]}}
+  decode: {{endpoints: ["http://127.0.0.1:2"]}}
+pipeline:
+  kv_connector: kv-nixl
+  use_openai_format: false
+  steps:
+    - {{type: render, params: {{tokenizer: {MODEL}, max_model_len: 4096}}}}
+    - {{type: prefill}}
+    - {{type: decode, params: {{output_mode: text, wrap: [chat]}}}}
+"""
+
+
+def test_the_command_line_shows_what_is_rendered_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``check`` opens no tokenizer; ``explain`` does, and shows the real token ids."""
+    file, request = tmp_path / "c.yaml", tmp_path / "r.json"
+    file.write_text(FILE)
+    request.write_text('{"messages": [{"role": "user", "content": "Say hello in French."}]}')
+    with pytest.raises(SystemExit) as ended:
+        main(["check", "--config", str(file)])
+    shown = capsys.readouterr().out
+    assert (ended.value.code, shown.count("(rendered here)"), shown.count("needs a render service")) == (0, 2, 2)
+    with pytest.raises(SystemExit) as ended:
+        main(["explain", "--config", str(file), "--request", str(request)])
+    shown = capsys.readouterr().out
+    assert ended.value.code == 0
+    assert '"token_ids": [\n        1,\n        411,' in shown
