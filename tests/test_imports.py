@@ -129,13 +129,13 @@ TABLE = (
     ),
     Row(
         ("coordinator.rendering.template",),
-        "coordinator.rendering.template reads chat templates: it imports jinja2, and who needs it imports it in a function",
+        "coordinator.rendering.template reads chat templates: it imports jinja2, and is imported inside a function",
         may=("jinja2",),
     ),
     Row(
         RENDERING,
-        "coordinator.rendering does what a render service does: it imports pydantic, envelope and itself, and transformers "
-        "and jinja2 only inside a function",
+        "coordinator.rendering does what a render service does: it imports pydantic, envelope and itself, and "
+        "transformers and jinja2 only inside a function",
         may=(*PYDANTIC, *(f"coordinator.rendering.{name}" for name in RENDERING_PLAIN), *ENVELOPE),
         types=("coordinator.rendering.template",),
         in_functions=("transformers", "jinja2", "coordinator.rendering", "coordinator.rendering.template"),
@@ -149,9 +149,9 @@ TABLE = (
     ),
     Row(
         ("steps.*",),
-        "a step imports envelope, pydantic, what steps share (params, prompt), coordinator.units, coordinator.outbound, "
-        "coordinator.rendering and the contract (coordinator.step, coordinator.context); never aiohttp, never another "
-        "step",
+        "a step imports envelope, pydantic, what steps share (params, prompt), coordinator.units, "
+        "coordinator.outbound, coordinator.rendering and the contract (coordinator.step, coordinator.context); never "
+        "aiohttp, never another step",
         may=(*PYDANTIC, *STEPS_SHARE, "coordinator.units", "coordinator.outbound", *RENDERING, *ENVELOPE, *CONTRACT),
     ),
     *(

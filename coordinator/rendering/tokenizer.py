@@ -124,14 +124,16 @@ def load(folder: str, template: str | None, content_format: ContentFormat | None
         ValueError: a sentence that says what is wrong with the folder or the template.
     """
     _check_folder(Path(folder), template)
-    files = [*Path(folder).glob("*.json"), *Path(folder).glob("*.jinja"), *([] if template is None else [Path(template)])]
-    marks = [(str(file), stat.st_mtime_ns, stat.st_size) for file in files if file.exists() for stat in [file.stat()]]
-    return _load(folder, template, content_format, tuple(sorted(marks)))
+    files = [file for kind in ("*.json", "*.jinja") for file in sorted(Path(folder).glob(kind))]
+    files += [] if template is None else [Path(template)]
+    marks = tuple((str(file), file.stat().st_mtime_ns) for file in files if file.exists())
+    return _load(folder, template, content_format, marks)
 
 
 @lru_cache(maxsize=1)
 def _load(folder: str, template: str | None, content_format: ContentFormat | None, marks: object) -> Tokenizer:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one text at a time: a pool of threads would idle
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that there is no torch, on standard error
     try:
         from transformers import AutoTokenizer
     except ImportError:

@@ -54,7 +54,8 @@ def test_every_conversation_becomes_the_same_tokens_and_params(workers: Workers,
     conversations = json.loads((MODEL / "conversations.json").read_text())
     assert len(conversations) == 89
     for at, conversation in enumerate(conversations):
-        body = {**conversation["request"], "model": MODEL_NAME, "temperature": 0, "max_tokens": 600, "stream": at % 2 == 1}
+        body = {**conversation["request"], "model": MODEL_NAME, "temperature": 0, "max_tokens": 600}
+        body["stream"] = at % 2 == 1
         status, theirs = ask(workers.render.url, "chat", body)
         assert (status, rendered("chat", body)[0]) == (200, 200)
         assert normal(rendered("chat", body)[1]) == normal(theirs), body

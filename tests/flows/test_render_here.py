@@ -100,10 +100,11 @@ async def test_limits_on_tokens_hold(coordinator: Any, fleet: Any) -> None:
 async def test_a_model_that_is_not_there_is_told_before_the_port_is_bound(coordinator: Any, fleet: Any) -> None:
     with pytest.raises(ConfigError) as told:
         await coordinator(fleet, "text", steps={"render": {**HERE, "tokenizer": "/nowhere"}})
-    assert told.value.problems == [
-        "configuration: pipeline.steps[0].params.tokenizer: /nowhere is no folder, write the model's: with tokenizer.json and "
+    (problem,) = told.value.problems
+    assert problem.endswith(
+        "pipeline.steps[0].params.tokenizer: /nowhere is no folder, write the model's: with tokenizer.json and "
         "tokenizer_config.json"
-    ]
+    )
 
 
 FILE = f"""

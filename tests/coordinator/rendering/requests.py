@@ -1,6 +1,6 @@
 """Requests that the render service and the coordinator must render alike: each field that either looks at, and more.
 
-``tests/data/rendered.json`` has vLLM 0.33's answers to them, and ``tests/e2e/test_render_in_process.py`` asks a live one.
+``tests/data/rendered.json`` has vLLM 0.33's answers to them; ``tests/e2e/test_render_in_process.py`` asks a live one.
 """
 
 from __future__ import annotations

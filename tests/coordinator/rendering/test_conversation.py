@@ -44,7 +44,8 @@ def test_the_attribution_header_goes_and_what_follows_it_stays() -> None:
 
 
 def test_a_tool_s_result_is_one_text_for_every_template() -> None:
-    message = {"role": "tool", "tool_call_id": "a", "content": [{"type": "text", "text": "x"}, {"type": "text", "text": "y"}]}
+    content = [{"type": "text", "text": "x"}, {"type": "text", "text": "y"}]
+    message = {"role": "tool", "tool_call_id": "a", "content": content}
     for parts in (True, False):
         assert given(message, parts=parts) == [{"role": "tool", "content": "x\ny", "tool_call_id": "a"}]
 
@@ -63,6 +64,5 @@ def test_the_client_s_messages_are_left_as_they_are() -> None:
     before = repr(message)
     (shown,) = given(message)
     assert repr(message) == before
-    function = {"arguments": {}, "name": "f"}
-    assert shown == {"role": "assistant", "content": "", "tool_calls": [{"id": "1", "function": function, "type": "function"}],
-                     "name": "x", "task": "t"}  # fmt: skip
+    calls = [{"id": "1", "function": {"arguments": {}, "name": "f"}, "type": "function"}]
+    assert shown == {"role": "assistant", "content": "", "tool_calls": calls, "name": "x", "task": "t"}

@@ -1,4 +1,4 @@
-"""What is rendered here is what vLLM's render service renders: recorded answers to the same requests are the measure."""
+"""What is rendered here is what vLLM's render service renders: its recorded answers are the measure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from coordinator.rendering.renderer import Model, Renderer
 from tests.coordinator.rendering.compare import normal
 from tests.coordinator.rendering.conftest import DATA, MODEL
-from tests.coordinator.rendering.requests import HI, REFUSED, REQUESTS, WEATHER, chat, text
+from tests.coordinator.rendering.requests import ADD, HI, REFUSED, REQUESTS, WEATHER, chat, text
 
 RECORDED: dict[str, Any] = json.loads((DATA / "rendered.json").read_text())
 # Of a model whose tokenizer is not here, and which has no generation config: all but the tokens can be compared.
@@ -67,9 +67,7 @@ NEED_A_SERVICE = {
     "processor": chat(mm_processor_kwargs={"a": 1}),
     "structural format": chat(response_format={"type": "structural_tag", "format": {}}),
     "structural tag": chat(structured_outputs={"structural_tag": "{}"}),
-    "format beside strict tools": chat(
-        tools=[{**WEATHER, "function": {**WEATHER["function"], "strict": True}}], response_format={"type": "json_object"}
-    ),
+    "format beside strict tools": chat(tools=[ADD], response_format={"type": "json_object"}),
     "media": chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://a/b"}}]}]),
     "tool reference": chat(messages=[{"role": "user", "content": [{"type": "tool_reference", "name": "a"}]}]),
     "another API": ("messages", {"messages": HI, "max_tokens": 5}),
@@ -119,8 +117,11 @@ def test_a_deployment_without_parsers_asks_for_none(rendered: Any) -> None:
     assert (status, answer["reasoning_ended"], answer["reasoning_parser_kwargs"]) == (200, None, None)
     assert "skip_special_tokens" not in answer["sampling_params"]
     assert rendered(*chat(include_reasoning=False), bare)[1]["reasoning_ended"] is True
-    for choice, told in (("auto", '"auto" tool choice requires'), ("required", 'tool_choice="required" requires'),
-                         ({"type": "function", "function": {"name": "get_weather"}}, 'function "get_weather"')):  # fmt: skip
+    for choice, told in (
+        ("auto", '"auto" tool choice requires'),
+        ("required", 'tool_choice="required" requires'),
+        ({"type": "function", "function": {"name": "get_weather"}}, 'function "get_weather" requires'),
+    ):
         status, answer = rendered(*chat(tools=[WEATHER], tool_choice=choice), bare)
         assert status == 400
         assert told in answer["error"]["message"]
@@ -156,7 +157,8 @@ def test_a_template_s_own_refusal_reaches_the_client(rendered: Any, tmp_path: An
 def test_a_template_that_makes_nothing_is_refused(rendered: Any, tmp_path: Any) -> None:
     file = tmp_path / "t.jinja"
     file.write_text("{% if false %}{{ messages }}{% endif %}")
-    assert rendered(*chat(), without_parsers(chat_template=str(file)))[1]["error"]["message"] == "No token_ids rendered"
+    status, answer = rendered(*chat(), without_parsers(chat_template=str(file)))
+    assert (status, answer["error"]["message"]) == (400, "No token_ids rendered")
 
 
 def folder(tmp_path: Any, *without: str, **files: str) -> str:
@@ -179,7 +181,9 @@ WRONG_FOLDERS = [
 
 
 @pytest.mark.parametrize(("without", "files", "sentence"), WRONG_FOLDERS, ids=lambda value: str(value)[:40])
-def test_a_folder_that_cannot_be_rendered_from_is_refused(tmp_path: Any, without: Any, files: Any, sentence: str) -> None:
+def test_a_folder_that_cannot_be_rendered_from_is_refused(
+    tmp_path: Any, without: Any, files: Any, sentence: str
+) -> None:
     with pytest.raises(ValueError, match=sentence):
         Renderer(Model(folder(tmp_path, *without, **files), 4096), threads=1)
 

@@ -14,15 +14,18 @@ OPENAI = {
     "filtered": "{% for m in messages %}{% for part in m['content'] | list %}{% endfor %}{% endfor %}",
     "alias": "{% set all = messages %}{% for m in all %}{% for p in m.content %}{% endfor %}{% endfor %}",
     "slice": "{% set rest = messages[1:] %}{% for m in rest %}{% for p in m.content %}{% endfor %}{% endfor %}",
-    "namespace": "{% set ns = namespace(rest=messages) %}{% for m in ns.rest %}{% for p in m.content %}{% endfor %}{% endfor %}",
+    "namespace": "{% set ns = namespace(rest=messages) %}{% for m in ns.rest %}"
+    "{% for p in m.content %}{% endfor %}{% endfor %}",
     "set in a namespace": "{% set ns = namespace() %}{% set ns.rest = messages %}{% for m in ns.rest %}"
     "{% for p in m.content %}{% endfor %}{% endfor %}",
-    "variable called content": "{% for m in messages %}{% set content = m.content %}{% for p in content %}{% endfor %}{% endfor %}",
+    "variable called content": "{% for m in messages %}{% set content = m.content %}"
+    "{% for p in content %}{% endfor %}{% endfor %}",
     "macro": "{% macro show(it) %}{% for p in it %}{% endfor %}{% endmacro %}"
     "{% for m in messages %}{{ show(m.content) }}{% endfor %}",
     "macro by name": "{% macro show(it, n=1) %}{% for p in it %}{% endfor %}{% endmacro %}"
     "{% for m in messages %}{{ show(n=2, it=m.content) }}{% endfor %}",
-    "generation": "{% for m in messages %}{% generation %}{% for p in m.content %}{% endfor %}{% endgeneration %}{% endfor %}",
+    "generation": "{% for m in messages %}{% generation %}"
+    "{% for p in m.content %}{% endfor %}{% endgeneration %}{% endfor %}",
 }
 STRING = {
     "none": "",
