@@ -176,8 +176,6 @@ def json_schema() -> dict[str, Any]:
 
 def _params_of(name: str, kind: StepType, ref: dict[str, Any]) -> dict[str, Any]:
     then: dict[str, Any] = {"properties": {"params": ref}}
-    try:
-        kind.params.model_validate({})
-    except ValidationError:
+    if any(info.is_required() for info in kind.params.model_fields.values()):
         then["required"] = ["params"]
     return {"if": {"properties": {"type": {"const": name}}, "required": ["type"]}, "then": then}

@@ -81,16 +81,16 @@ class InProcess(StepParams):
         )
 
 
+_EITHER: dict[str, Any] = {
+    "dependentRequired": {name: ["tokenizer", "max_model_len"] for name in InProcess.model_fields},
+    "not": {"required": ["address", "tokenizer"]},
+}
+
+
 class Params(InProcess, Outbound):
     """llm-d's parameters of the render step, what its server is told and has to prove; or what renders in its place."""
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            "dependentRequired": {name: ["tokenizer"] for name in InProcess.model_fields if name != "tokenizer"}
-            | {"tokenizer": ["max_model_len"]},
-            "not": {"required": ["address", "tokenizer"]},
-        }
-    )
+    model_config = ConfigDict(json_schema_extra=_EITHER)
 
     address: BaseUrl | None = Field(
         default=None, description="the render service, as http://host:port; or pools.render, or tokenizer"

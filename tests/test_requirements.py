@@ -15,7 +15,7 @@ LOCKS = ROOT / "requirements"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 EXTRAS = PROJECT["project"]["optional-dependencies"]
 # The extras of the image are in the lock of the image; the others have a lock of their own name.
-OWN_LOCK = {"demo", "dev", "bench", "release"}
+OWN_LOCK = {"demo", "render", "dev", "bench", "release"}
 FILES = sorted(LOCKS.glob("*.txt"))
 
 _PIN = re.compile(r"^([a-z0-9._-]+)==([^\s;]+)(?: ; ([^\\]+))? ?\\?\n((?:    --hash=.*\n)*)", re.MULTILINE)
