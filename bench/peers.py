@@ -65,6 +65,7 @@ class Proxy:
         legs: requests that one request of a client makes to render, prefill and decode.
         version: raises Missing.
         install: None for our own.
+        processes: that share its work.
     """
 
     name: str
@@ -75,20 +76,23 @@ class Proxy:
     command: Callable[[Site], list[str]]
     install: Callable[[], None] | None = None
     env: Mapping[str, str] = field(default_factory=dict)
+    processes: int = 1
 
 
-def coordinator(name: str, config: str, does: str, legs: tuple[int, int, int]) -> Proxy:
+def coordinator(name: str, config: str, does: str, legs: tuple[int, int, int], processes: int = 1) -> Proxy:
     def command(site: Site) -> list[str]:
         return [sys.executable, "-m", "coordinator", "serve", "--config", site.config(config)]
 
     def version() -> str:
         return package_version("pd-coordinator")
 
-    return Proxy(name, does, f"coordinator serve --config bench/configs/{config}", legs, version, command)
+    shown = f"coordinator serve --config bench/configs/{config}"
+    return Proxy(name, does, shown, legs, version, command, processes=processes)
 
 
 OURS = (
     coordinator("coordinator", "openai-warning.yaml", "prefill, then decode; answers pass through", (0, 1, 1)),
+    coordinator("coordinator, 2 processes", "openai-2-warning.yaml", "the same, two processes", (0, 1, 1), processes=2),
     coordinator("coordinator, log info", "openai-info.yaml", "the same, a log line per request", (0, 1, 1)),
     coordinator(
         "coordinator tokens-in",

@@ -39,18 +39,21 @@ def free_ports(count: int) -> list[int]:
 
 @dataclass
 class Cores:
-    """Which cores the measured program gets, and which the rest; None is no choice."""
+    """Which cores the measured program gets, which one with two processes gets, and which the rest; None is any."""
 
     measured: set[int] | None
+    pair: set[int] | None
     others: set[int] | None
 
     @classmethod
     def split(cls, pin: bool) -> Cores:
-        """Give the proxy the last core for itself, where there are two or more."""
+        """Give the proxy the last core for itself, where there are two or more; two for two, where there are four."""
         cores = sorted(os.sched_getaffinity(0))
         if not pin or len(cores) < 2:
-            return cls(None, None)
-        return cls({cores[-1]}, set(cores[:-1]))
+            return cls(None, None, None)
+        if len(cores) < 4:
+            return cls({cores[-1]}, None, set(cores[:-1]))
+        return cls({cores[-1]}, set(cores[-2:]), set(cores[:-2]))
 
 
 @dataclass

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from bench.scenarios import (
     COORDINATOR,
+    COORDINATOR_2,
     COORDINATOR_INFO,
     DIRECT,
     ORJSON,
@@ -173,6 +174,19 @@ TABLES = (
         (TOKENS_IN, TOKENS_IN_INFO, *PEERS),
         TOKENS_IN,
         _REQUEST,
+    ),
+    Table(
+        "processes",
+        "Two processes",
+        "64 connections ask for an answer of 50 tokens, of one process on one core, and of `server.workers: 2`: "
+        "half the time per request is twice the throughput. Two processes have two cores to themselves where there "
+        "are four or more. On fewer, generator and workers need their share of the same cores, and CPU per request "
+        "is what tells: where it is the same, a second core is worth as much as the first.",
+        "workers",
+        Column("time per request, µs", "wall_us_per_request", 0),
+        (COORDINATOR, COORDINATOR_2),
+        COORDINATOR,
+        (Column("requests/s", "per_s", 0), _CPU_REQUEST, Column("answer p99, ms", "request_ms.p99", 2)),
     ),
     Table(
         "burst",

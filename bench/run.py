@@ -109,7 +109,8 @@ class Bench:
         folder = Path(tempfile.mkdtemp(dir=self.programs.folder))
         site = Site(listen, metrics, *(self.workers[role] for role in ROLES), folder)
         began = time.monotonic()
-        program = self.programs.start(name, proxy.command(site), self.cores.measured, proxy.env)
+        cores = self.cores.measured if proxy.processes == 1 else self.cores.pair
+        program = self.programs.start(name, proxy.command(site), cores, proxy.env)
         return Started(proxy, program, listen, began)
 
     def until_ready(self, started: Started) -> float:
@@ -252,6 +253,7 @@ def prices(scenario: Scenario, seen: Record) -> Record:
     cpu_ns = seen["proxy_cpu_ns"]
     found: Record = {"cpu_us_per_request": round(cpu_ns / 1e3 / max(seen["ok"], 1), 2)}
     body = len(chat_body(scenario.prompt_bytes, scenario.tokens, scenario.pace_us, scenario.mode != "unary"))
+    found["wall_us_per_request"] = round(seen["wall_s"] * 1e6 / max(seen["ok"], 1), 2)
     found["cpu_ms_per_mb"] = round(cpu_ns / max(seen["ok"], 1) / body, 4)  # ns per byte, which is ms per 1,000,000
     marks, cpu = scenario.marks, seen["marks_cpu_ns"]
     if len(cpu) == len(marks):

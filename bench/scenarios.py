@@ -10,6 +10,7 @@ DIRECT = "direct"
 
 COORDINATOR = "coordinator"
 COORDINATOR_INFO = "coordinator, log info"
+COORDINATOR_2 = "coordinator, 2 processes"
 TOKENS_IN = "coordinator tokens-in"
 TOKENS_IN_INFO = "coordinator tokens-in, log info"
 PEERS = ("nginx", "vllm-router", "sglang-router", "smg", "xpyd-proxy")
@@ -94,6 +95,7 @@ FULL = Plan(
             requests=800,
             tokens=50,
         ),
+        Scenario("workers", "unary", (COORDINATOR, COORDINATOR_2), connections=64, requests=3_000, tokens=50),
         Scenario("burst", "burst", (DIRECT, *EVERYBODY), connections=64, requests=192, tokens=10, pace_us=10_000),
         Scenario("prompt-64k", "unary", EVERYBODY, connections=8, requests=160, tokens=50, prompt_bytes=65_536),
         Scenario("prompt-1m", "unary", EVERYBODY, connections=2, requests=32, tokens=50, prompt_bytes=1_000_000),
