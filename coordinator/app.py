@@ -46,6 +46,7 @@ from envelope.errors import NoWorker
 from envelope.formats import PATHS, RENDER_PATHS, Format
 from steps.decode import Decode
 from steps.derender import Derender
+from steps.prefill_decode import PrefillDecode
 from steps.render import Render
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ def plan(
     upstream = HttpUpstream(links(config, steps, credentials), carry, metrics, media)
     keys = credentials.client_keys(server)
     credentials.check()
-    decode = next(step for step in steps if isinstance(step, Decode))
+    decode = next(step for step in steps if isinstance(step, (Decode, PrefillDecode)))
     found = finders(config, upstream.links, metrics, before)
     discovery = Discovery(list(found.values()))
     readiness = Readiness(probes(steps, upstream.links, found), server.readiness_interval)
@@ -304,8 +305,9 @@ def probes(
     for step in steps:
         for api in SERVED:
             row = step.plan(api)
-            if row.role is not None and row.path is not None:
-                paths.setdefault(row.role, set()).add(row.path)
+            for role in (row.role, *row.also):
+                if role is not None and row.path is not None:
+                    paths.setdefault(role, set()).add(row.path)
     # A generate client alone does not make the route required: its own requests would be told.
     needed = {PATHS[Format.GENERATE]} if _tokens_in(steps) else set()
     needed |= {*RENDER_PATHS.values(), *map(derender_path, SERVED)}

@@ -17,7 +17,7 @@ from coordinator.outbound import Outbound
 from coordinator.pools import Pools
 from coordinator.problems import ConfigError, Sources, one_of, sentences
 from coordinator.secret import ApiKeys
-from coordinator.section import HeaderName, Section, not_yet
+from coordinator.section import HeaderName, Section
 from coordinator.tls import parse_suite, parse_version
 from coordinator.units import (
     BaseUrl,
@@ -64,15 +64,7 @@ def _unless_set(what: str) -> AfterValidator:
     return AfterValidator(refuse)
 
 
-_BOTH_AT_ONCE = (
-    "{} needs prefill and decode in flight at once, and a step for that comes in a later release: "
-    "write kv-nixl or kv-shared-storage"
-)
-
-KvConnectorName = Annotated[
-    Literal["kv-shared-storage", "kv-nixl"],
-    not_yet({name: _BOTH_AT_ONCE.format(name) for name in ("kv-sglang", "kv-mooncake")}),
-]
+KvConnectorName = Literal["kv-shared-storage", "kv-nixl", "kv-lmcache", "kv-mooncake", "kv-offloading", "kv-sglang"]
 EcConnectorName = Literal["ec-shared-storage", "ec-nixl"]
 TlsVersion = Annotated[str, AfterValidator(parse_version)]
 TlsSuites = Annotated[tuple[Annotated[str, AfterValidator(parse_suite)], ...], Items]
@@ -230,7 +222,8 @@ class Pipeline(Section):
 
     kv_connector: KvConnectorName = Field(
         "kv-shared-storage",
-        description="how the KV cache gets from prefill to decode: kv-shared-storage or kv-nixl",
+        description="how the KV cache gets from prefill to decode: kv-shared-storage, kv-nixl or kv-lmcache with a "
+        "prefill and a decode step; kv-mooncake, kv-offloading or kv-sglang with a prefill-decode step",
     )
     ec_connector: EcConnectorName = Field(
         "ec-shared-storage", description="how encoder output gets to prefill: ec-shared-storage or ec-nixl"

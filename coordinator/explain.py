@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from coordinator.context import Headers
+    from coordinator.routing.router import Worker
     from coordinator.step import Events, FetchLimits, Leg, Step
     from coordinator.upstream import RoleLink
     from envelope.json_codec import Json
@@ -94,6 +95,14 @@ class _Scribe:
         self._links = links
         self.sent: list[SentLeg] = []
         self.media = _NoFetcher(self.sent)
+        self.bootstrap = _NoBootstrap()
+        self._chosen: Worker | None = None
+
+    def choose(self, ctx: RequestContext, role: str) -> Worker:
+        self._chosen = self._links[role].router.pick(ctx)
+        if self._chosen is None:
+            raise NoWorker(role, f"there is no {role} worker")
+        return self._chosen
 
     def serves(self, ctx: RequestContext, role: str) -> bool:
         return self._links[role].router.serves(ctx)
@@ -112,12 +121,22 @@ class _Scribe:
         return _Opened(dumps(_stand_in(ctx, leg)))
 
     def _write_down(self, ctx: RequestContext, leg: Leg) -> None:
-        worker = self._links[leg.role].router.pick(ctx)
+        worker = self._links[leg.role].router.pick(ctx) if leg.to is None else self._chosen
         if worker is None:
             raise NoWorker(leg.step, f"there is no {leg.role} worker")
         headers = (("Content-Type", "application/json"), *leg_headers(ctx, leg, worker))
         picked = self._links[leg.role].router.why(ctx, worker)
         self.sent.append(SentLeg(leg.step, "POST", worker.url + leg.path, headers, leg.body, picked))
+
+
+class _NoBootstrap:
+    """Implements ``coordinator.step.Bootstrap`` without a network."""
+
+    async def engines(self, ctx: RequestContext, address: str) -> Mapping[int, str]:
+        return {0: "<prefill's engine>"}
+
+    def forget(self, address: str) -> None:
+        pass
 
 
 class _NoFetcher:

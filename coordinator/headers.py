@@ -36,7 +36,8 @@ FRAMING = frozenset(
     ("accept-encoding", "content-encoding", "content-length", "content-md5", "content-type", "digest", "expect", "host")
 )
 
-# They steer an endpoint picker or a worker. A client that could set them would choose its own workers.
+# They steer an endpoint picker or a worker. A client that could set them would choose its own workers. SGLang lets its
+# own (x-override-) win over what the body says.
 ROUTING = frozenset(
     (
         "epp-profile",
@@ -46,6 +47,12 @@ ROUTING = frozenset(
         "x-encoder-hosts-ports",
         "x-gateway-destination-endpoint",
         "x-kv-cache-source-host-port",
+        "x-override-bootstrap-host",
+        "x-override-bootstrap-port",
+        "x-override-bootstrap-room",
+        "x-override-disagg-prefill-dp-rank",
+        "x-override-rid",
+        "x-override-routed-dp-rank",
         "x-prefill-pin-host-port",
         "x-prefiller-host-port",
     )

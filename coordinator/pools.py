@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from coordinator.lookup import Dns, DnsOrText, Kubernetes
 from coordinator.outbound import Outbound
 from coordinator.section import HeaderName, Section
-from coordinator.units import Allow, BaseUrl, Count, Duration, Items, PositiveDuration, Whole, origin
+from coordinator.units import Allow, BaseUrl, Count, Duration, Items, Port, PositiveDuration, Whole, origin
 
 PolicyName = Literal["round_robin", "random", "power_of_two", "least_inflight", "prefix_affinity", "load_aware"]
 
@@ -83,11 +83,25 @@ class HealthParams(Section):
 _WAYS = ("endpoints", "dns", "kubernetes", "header")
 
 
+def _ports(value: object) -> object:
+    return (value,) if isinstance(value, int) or (isinstance(value, str) and value.strip().isdecimal()) else value
+
+
+_PORT_SCHEMA = {"type": "integer", "minimum": 1, "maximum": 65535}
+Ports = Annotated[
+    tuple[Port, ...],
+    Items,
+    BeforeValidator(_ports),
+    WithJsonSchema({"anyOf": [_PORT_SCHEMA, {"type": "array", "items": _PORT_SCHEMA}]}),
+]
+
+DEFAULT_BOOTSTRAP_PORT = 8998
+
+
 class Pool(Section, Outbound):
     """The workers of one role: listed here, looked up, or named in each request by the router in front."""
 
     later: ClassVar[Mapping[str, str]] = {
-        "bootstrap_port": "connectors that need a bootstrap port come in a later release, take the key out",
     }
 
     endpoints: Annotated[tuple[BaseUrl, ...], Items] | None = Field(
@@ -117,6 +131,11 @@ class Pool(Section, Outbound):
         description="legs that one worker is given at a time; decode's place is kept from before prefill on, and a "
         "request waits in server.queue_size for it; 0 is no limit",
     )
+    bootstrap_port: Ports = Field(
+        (),
+        description="of prefill: the port of a worker's bootstrap server (kv-sglang, kv-mooncake; unset is 8998) or of "
+        "its P2P tier (kv-offloading); one for all, or a list in the order of endpoints",
+    )
     max_idle_conns_per_host: Count = Field(100, description="keep-alive connections kept open per worker")
     idle_conn_timeout: Duration = Field(
         4.0,
@@ -124,6 +143,8 @@ class Pool(Section, Outbound):
     )
 
     def _faults(self) -> Iterator[tuple[str, str]]:
+        if len(self.bootstrap_port) > 1 and len(self.bootstrap_port) != len(self.endpoints or ()):
+            yield "bootstrap_port", "a list has one port for each of endpoints, in their order; one number is for all"
         ways = [name for name in _WAYS if getattr(self, name) is not None]
         if len(ways) > 1:
             yield ways[-1], f"a pool names its workers in one way, take out {' or '.join(ways)}"
@@ -172,6 +193,13 @@ class Pool(Section, Outbound):
                 yield "endpoints", f"{url} stands twice, take one out"
             seen.add(origin(url))
 
+    def bootstrap_port_of(self, url: str) -> int:
+        """Return the port of what tells decode workers of this one."""
+        ports = self.bootstrap_port or (DEFAULT_BOOTSTRAP_PORT,)
+        if len(ports) == 1:
+            return ports[0]
+        return ports[[origin(each) for each in self.endpoints or ()].index(origin(url))]
+
 
 class Pools(Section):
     """The workers of each role, where the coordinator picks them itself."""
@@ -193,3 +221,7 @@ class Pools(Section):
             yield "encode", "prefix_affinity goes by the prompt, and encode legs hold media: write least_inflight"
         if self.render is not None and self.render.header is not None:
             yield "render", "no router in front names render servers, write endpoints, dns or kubernetes"
+        for role in ("encode", "decode"):
+            pool = getattr(self, role)
+            if pool is not None and pool.bootstrap_port:
+                yield role, "bootstrap_port is a port of prefill workers: write it in pools.prefill"

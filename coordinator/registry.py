@@ -13,25 +13,41 @@ from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 from pydantic_core import SchemaSerializer, core_schema
 
 from coordinator.config import Config, ConfigError, EcConnectorName, KvConnectorName, StepConfig
+from coordinator.pools import DEFAULT_BOOTSTRAP_PORT
 from coordinator.problems import Path, nearest, sentences
 from coordinator.rules import RULES, Fault, Layout, Placed
 from coordinator.step import PipelineSettings
+from envelope.connectors import KV_CONNECTORS
 from envelope.ec_transfer import EC_CONNECTORS
-from envelope.kv_transfer import KV_CONNECTORS
-from steps import conditional_decode, decode, derender, encode, prefill, render, replace_media_urls
+from steps import (
+    conditional_decode,
+    decode,
+    derender,
+    encode,
+    prefill,
+    prefill_decode,
+    render,
+    replace_media_urls,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from coordinator.pools import Pool
     from coordinator.step import Events, Step
 
 
 class StepType(NamedTuple):
-    """A class of steps, whose workers it asks, and the model of its params."""
+    """A class of steps, whose workers it asks, and the model of its params.
+
+    Attributes:
+        also: other roles whose workers it asks at the same time.
+    """
 
     make: Callable[[Any, PipelineSettings], Step]
     role: str | None
     params: type[BaseModel]
+    also: tuple[str, ...] = ()
 
 
 STEP_TYPES: dict[str, StepType] = {
@@ -49,14 +65,18 @@ STEP_TYPES: dict[str, StepType] = {
     "encode": StepType(encode.Encode, encode.Encode.role, encode.Params),
     "prefill": StepType(prefill.Prefill, prefill.Prefill.role, prefill.Params),
     "decode": StepType(decode.Decode, decode.Decode.role, decode.Params),
+    "prefill-decode": StepType(
+        prefill_decode.PrefillDecode,
+        prefill_decode.PrefillDecode.role,
+        prefill_decode.Params,
+        also=(prefill.Prefill.role,),
+    ),
     "derender": StepType(derender.Derender, derender.Derender.role, derender.Params),
 }
 
 _LATER = {
     "async-broker": "async-broker (requests that queue) comes in a later release, take the step out",
     "force-stream": "force-stream comes in a later release, take the step out",
-    "prefill-decode": "prefill-decode (both legs in flight at once) comes in a later release, "
-    "write a prefill and a decode step",
 }
 
 
@@ -78,6 +98,7 @@ def build(config: Config, events: Events, clock: Callable[[], float] = time.mono
         expose_transfer_params=config.pipeline.expose_transfer_params,
         events=events,
         clock=clock,
+        bootstrap_port=_bootstrap_port(config.pools.prefill),
     )
     faults: list[Fault] = []
     placed = tuple(_place(config, index, settings, faults) for index in range(len(config.pipeline.steps)))
@@ -89,6 +110,10 @@ def build(config: Config, events: Events, clock: Callable[[], float] = time.mono
     return [step.step for step in placed if step.step is not None]
 
 
+def _bootstrap_port(prefill: Pool | None) -> Callable[[str], int]:
+    return (lambda url: DEFAULT_BOOTSTRAP_PORT) if prefill is None else prefill.bootstrap_port_of
+
+
 def _place(config: Config, index: int, settings: PipelineSettings, faults: list[Fault]) -> Placed:
     """Make one step; what is wrong with it is added to ``faults``."""
     named = config.pipeline.steps[index]
@@ -98,23 +123,24 @@ def _place(config: Config, index: int, settings: PipelineSettings, faults: list[
         faults.append(((*path, "type"), _unknown_step(named.type)))
         meant = None if named.type in _LATER else nearest(named.type, STEP_TYPES)
         return Placed(index, meant or named.type, known=meant is not None)
+    roles = () if kind.role is None else (kind.role, *kind.also)
     given = {key: value for key, value in named.params.items() if value is not None}
     try:
         params = kind.params.model_validate(given)
     except ValidationError as error:
         faults += [((*path, "params", *where), text) for where, text in sentences(error, kind.params)]
-        return Placed(index, named.type, kind.role)
+        return Placed(index, named.type, roles)
     if wrong := list(_connector_faults(params, (*path, "params"))):
         faults += wrong
-        return Placed(index, named.type, kind.role)
-    return Placed(index, named.type, kind.role, params, kind.make(params, settings))
+        return Placed(index, named.type, roles)
+    return Placed(index, named.type, roles, params, kind.make(params, settings))
 
 
 _FLAG = TypeAdapter(bool)
 
 
 def _is_tokens_in(config: Config, named: StepConfig) -> bool:
-    if named.type not in ("encode", "prefill", "decode"):
+    if named.type not in ("encode", "prefill", "decode", "prefill-decode"):
         return False
     own = named.params.get("use_openai_format")
     try:

@@ -52,6 +52,7 @@ class Releaser:
             task = asyncio.get_running_loop().create_task(self._deliver(ctx, handover))  # owned: close() awaits it
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
+        ctx.handover, ctx.abandoned = None, []  # what comes late is asked for by itself
 
     async def close(self) -> None:
         """Wait for the deliveries under way; each has its deadline."""

@@ -56,9 +56,10 @@ def may_go_on(leg: Leg, error: LegError, attempts: int) -> bool:
 def spent(leg: Leg, error: LegError) -> bool:
     """Say whether a leg may not be sent again as it is.
 
-    Blocks that a first reader may have fetched are no longer its prompt's: a second would get wrong text.
+    Blocks that a first reader may have fetched are no longer its prompt's: a second would get wrong text. And what ties
+    a leg to another is good for one meeting.
     """
-    return leg.single_use and error.reached
+    return leg.tied or (leg.single_use and error.reached)
 
 
 def wait_s(attempts: int) -> float:

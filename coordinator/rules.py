@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from coordinator.problems import Path
 from coordinator.units import origin
+from envelope.connectors import KV_CONNECTORS, Tie
 from envelope.formats import Format
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ class Placed:
 
     index: int
     type: str
-    role: str | None = None
+    roles: tuple[str, ...] = ()
     params: Any = None
     step: Step | None = None
     known: bool = True
@@ -69,17 +70,20 @@ class Layout:
         return str(placed.param(kind) or getattr(self.config.pipeline, kind))
 
 
+_ANSWERS = ("decode", "prefill-decode")
+_LEGS = ("prefill", *_ANSWERS)
+
 # A step must stand before these, or it cannot do what it is for.
 _BEFORE: dict[str, tuple[tuple[str, ...], str]] = {
     "replace-media-urls": (
-        ("render", "conditional-decode", "encode", "prefill", "decode"),
+        ("render", "conditional-decode", "encode", *_LEGS),
         "which would be sent the URLs",
     ),
-    "render": (("encode", "prefill", "decode"), "which needs its tokens"),
-    "conditional-decode": (("prefill", "decode"), "whose work it may save"),
-    "encode": (("prefill", "decode"), "which needs its result"),
+    "render": (("encode", *_LEGS), "which needs its tokens"),
+    "conditional-decode": (_LEGS, "whose work it may save"),
+    "encode": (_LEGS, "which needs its result"),
     "prefill": (("decode",), "which needs its result"),
-    "decode": (("derender",), "which takes its tokens"),
+    **dict.fromkeys(_ANSWERS, (("derender",), "which takes its tokens")),
 }
 
 
@@ -100,18 +104,16 @@ def each_step_stands_once(layout: Layout) -> Iterator[Fault]:
 
 
 def decode_answers(layout: Layout) -> Iterator[Fault]:
-    if not any(layout.of("decode")) and all(placed.known for placed in layout.steps):
+    if not any(layout.of(*_ANSWERS)) and all(placed.known for placed in layout.steps):
         yield ("pipeline", "steps"), "no step answers the client, write {type: decode} as the last one"
 
 
 def every_role_has_workers(layout: Layout) -> Iterator[Fault]:
     config = layout.config
     for placed in layout.steps:
-        if placed.role in ROLES and config.gateway is None and not _pool(config, placed.role):
-            yield (
-                placed.path(),
-                f"{placed.type} has no workers, write pools.{placed.role}.endpoints or gateway.address",
-            )
+        for role in placed.roles:
+            if role in ROLES and config.gateway is None and not _pool(config, role):
+                yield placed.path(), f"{placed.type} has no workers, write pools.{role}.endpoints or gateway.address"
 
 
 def render_has_one_server(layout: Layout) -> Iterator[Fault]:
@@ -144,12 +146,12 @@ def extras_are_installed(layout: Layout) -> Iterator[Fault]:
 
 
 def every_pool_is_used(layout: Layout) -> Iterator[Fault]:
-    asked = {placed.role for placed in layout.steps}
+    asked = {role for placed in layout.steps for role in placed.roles}
     for role in (*ROLES, "render"):
         if _pool(layout.config, role) and role not in asked:
             yield ("pools", role), f"no step asks these workers, add {_a(role)} step or take the pool out"
     roles = asked.intersection(ROLES)
-    if layout.config.gateway and roles and all(_pool(layout.config, str(role)) for role in roles):
+    if layout.config.gateway and roles and all(_pool(layout.config, role) for role in roles):
         yield ("gateway",), "every role has a pool, so no leg goes to the gateway: take one of them out"
 
 
@@ -167,19 +169,29 @@ def pools_name_different_workers(layout: Layout) -> Iterator[Fault]:
     prefill, decode = layout.config.pools.prefill, layout.config.pools.decode
     if prefill is None or decode is None:
         return
-    if not any(layout.connector(placed) == "kv-nixl" for placed in layout.of("prefill", "decode")):
+    kinds = [KV_CONNECTORS[layout.connector(placed)] for placed in layout.of(*_LEGS)]
+    kind = next((kind for kind in kinds if kind.needs_handover or kind.concurrent), None)
+    if kind is None:
         return
     others = {origin(url) for url in prefill.endpoints or ()}
     for index, url in enumerate(decode.endpoints or ()):
         if origin(url) in others:
             yield (
                 ("pools", "decode", "endpoints", index),
-                f"{url} is in pools.prefill too, and a NIXL worker cannot fetch from itself: take one out",
+                f"{url} is in pools.prefill too, and with {kind.name} a worker cannot fetch from itself: take one out",
             )
 
 
+# Who leaves something, who takes it, and by which connector.
+_HANDED = (
+    ("encode", "prefill", "ec_connector"),
+    ("encode", "prefill-decode", "ec_connector"),
+    ("prefill", "decode", "kv_connector"),
+)
+
+
 def legs_agree_on_the_connector(layout: Layout) -> Iterator[Fault]:
-    for leaves, takes, kind in (("encode", "prefill", "ec_connector"), ("prefill", "decode", "kv_connector")):
+    for leaves, takes, kind in _HANDED:
         giver, taker = next(layout.of(leaves), None), next(layout.of(takes), None)
         if giver is None or taker is None or giver.step is None or taker.step is None:
             continue
@@ -194,7 +206,7 @@ def legs_agree_on_the_connector(layout: Layout) -> Iterator[Fault]:
 
 def tokens_in_has_tokens(layout: Layout) -> Iterator[Fault]:
     seen: set[Path] = set()
-    for placed in layout.of("encode", "prefill", "decode"):
+    for placed in layout.of("encode", *_LEGS):
         if placed.tokens_in and not layout.has_render_before(placed):
             own = placed.param("use_openai_format") is not None
             path = placed.path("params", "use_openai_format") if own else ("pipeline", "use_openai_format")
@@ -207,7 +219,7 @@ def tokens_in_has_tokens(layout: Layout) -> Iterator[Fault]:
 
 
 def wrap_has_something_to_wrap(layout: Layout) -> Iterator[Fault]:
-    for placed in layout.of("decode"):
+    for placed in layout.of(*_ANSWERS):
         if placed.tokens_in is False:
             yield from (
                 (
@@ -220,15 +232,15 @@ def wrap_has_something_to_wrap(layout: Layout) -> Iterator[Fault]:
 
 
 def derender_has_tokens_to_take(layout: Layout) -> Iterator[Fault]:
-    by_service = [placed for placed in layout.of("decode") if placed.param("derender") == "service"]
-    for placed in layout.of("decode"):
+    by_service = [placed for placed in layout.of(*_ANSWERS) if placed.param("derender") == "service"]
+    for placed in layout.of(*_ANSWERS):
         path = placed.path("params", "derender")
         if placed.tokens_in is False and placed.param("derender") != "worker":
             yield path, "the worker's answer is in the client's envelope already: take this out, or send it tokens-in"
         elif placed in by_service and not any(layout.of("derender")):
             yield path, "no step asks the service, write {type: derender, params: {address: ...}} as the last one"
     for placed in layout.of("derender"):
-        if not by_service and all(decode.step is not None for decode in layout.of("decode")):
+        if not by_service and all(decode.step is not None for decode in layout.of(*_ANSWERS)):
             yield placed.path(), "decode leaves it no tokens, write derender: service there or take this step out"
 
 
@@ -256,6 +268,65 @@ def limits_can_be_divided(layout: Layout) -> Iterator[Fault]:
             )
 
 
+def steps_suit_the_connector(layout: Layout) -> Iterator[Fault]:
+    """Both legs at once, or one after the other: whichever it is not, decode would wait for ever, or find nothing."""
+    for placed in layout.of("prefill", "prefill-decode"):
+        kind = KV_CONNECTORS[layout.connector(placed)]
+        path = placed.path("params", "kv_connector") if placed.param("kv_connector") else ("pipeline", "kv_connector")
+        if placed.type == "prefill" and kind.concurrent:
+            steps = "{type: prefill-decode} in place of the prefill and the decode step"
+            yield path, f"{kind.name} needs both legs in flight at once: write {steps}"
+        elif placed.type == "prefill-decode" and not kind.concurrent:
+            steps = "{type: prefill} and {type: decode} in place of the prefill-decode step"
+            yield path, f"{kind.name} needs prefill to end first: write {steps}"
+
+
+def one_step_makes_each_leg(layout: Layout) -> Iterator[Fault]:
+    for placed in layout.of("prefill-decode"):
+        for other in layout.of("prefill", "decode"):
+            yield other.path(), f"prefill-decode (steps[{placed.index}]) makes this leg already, take one of them out"
+
+
+def a_pair_knows_its_prefill_worker(layout: Layout) -> Iterator[Fault]:
+    config = layout.config
+    for placed in layout.of("prefill-decode"):
+        kind = KV_CONNECTORS[layout.connector(placed)]
+        if config.pools.prefill is None and config.gateway is not None:
+            yield placed.path(), (
+                "decode is told where prefill is, and behind a gateway nobody knows: write pools.prefill with endpoints"
+            )
+        elif kind.tie is Tie.KV_REQUEST and config.pools.prefill and not config.pools.prefill.bootstrap_port:
+            yield ("pools", "prefill"), "bootstrap_port is missing: write the port of the workers' P2P tier"
+    unused = not any(layout.of("prefill-decode"))
+    if unused and config.pools.prefill is not None and config.pools.prefill.bootstrap_port:
+        yield ("pools", "prefill", "bootstrap_port"), "no prefill-decode step asks for it, take the key out"
+
+
+def a_pair_is_sent_once(layout: Layout) -> Iterator[Fault]:
+    if any(layout.of("prefill-decode")) and layout.config.pipeline.on_encode_failure == "prefill_encodes":
+        yield (
+            ("pipeline", "on_encode_failure"),
+            "prefill_encodes sends prefill a second time, and the decode beside it waits for the first: write fail",
+        )
+
+
+def steps_suit_the_fleet(layout: Layout) -> Iterator[Fault]:
+    """What no worker of such a fleet could do: tokens in, encoders, or a prompt on decode alone."""
+    for placed in layout.of("prefill-decode"):
+        kind = KV_CONNECTORS[layout.connector(placed)]
+        if kind.openai_only:
+            for other in layout.of("render", "encode", "conditional-decode"):
+                yield other.path(), f"the workers behind {kind.name} have nothing for {other.type} to ask, take it out"
+            if placed.tokens_in:
+                own = placed.param("use_openai_format") is not None
+                path = placed.path("params", "use_openai_format") if own else ("pipeline", "use_openai_format")
+                yield path, f"the workers behind {kind.name} have no route for token ids, write true"
+        if not kind.decodes_alone:
+            for name in ("on_prefill_failure", "on_missing_handover"):
+                if getattr(layout.config.pipeline, name) == "decode_alone":
+                    yield ("pipeline", name), f"a decode worker behind {kind.name} computes no prompts, write fail"
+
+
 RULES: tuple[Callable[[Layout], Iterator[Fault]], ...] = (
     order_works,
     each_step_stands_once,
@@ -271,6 +342,11 @@ RULES: tuple[Callable[[Layout], Iterator[Fault]], ...] = (
     derender_has_tokens_to_take,
     token_ids_are_known_and_wanted,
     limits_can_be_divided,
+    steps_suit_the_connector,
+    one_step_makes_each_leg,
+    a_pair_knows_its_prefill_worker,
+    a_pair_is_sent_once,
+    steps_suit_the_fleet,
 )
 
 

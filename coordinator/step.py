@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from coordinator.context import Headers, LiveStream, RequestContext
+    from envelope.connectors import KvConnector
     from envelope.ec_transfer import EcConnector
     from envelope.formats import Format
     from envelope.json_codec import Json
-    from envelope.kv_transfer import KvConnector
     from envelope.media_types import Kind
 
 
@@ -35,6 +35,13 @@ class LegLimits:
     attempts: int = 2
 
 
+class Peer(Protocol):
+    """A worker that a step may name in a leg to another; ``url`` is its base URL."""
+
+    @property
+    def url(self) -> str: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Leg:
     """One upstream call.
@@ -50,6 +57,9 @@ class Leg:
         id_suffix: what tells this leg's id from those of others that the request makes at the same time.
         late: given the answer when it comes a moment after the client has left, since it may name what a worker keeps.
         idempotent: it leaves nothing that a repetition could harm, so another worker is tried after any failure.
+        to: the worker that it goes to, chosen before; None where any will do.
+        tied: another leg in flight waits for it, or it for that one, so it is never sent again by itself.
+        runs_on_s: how long it is left to run when nobody waits for it any more, since a worker waits for its end.
     """
 
     step: str
@@ -63,6 +73,9 @@ class Leg:
     id_suffix: str = ""
     idempotent: bool = False
     late: Callable[[Reply], None] | None = None
+    to: Peer | None = None
+    tied: bool = False
+    runs_on_s: float = 0.0
     method: str = "POST"
 
 
@@ -119,12 +132,37 @@ class MediaFetcher(Protocol):
         """
 
 
+class Bootstrap(Protocol):
+    """The servers beside prefill workers that tell of the engines behind them; answers are kept for a while."""
+
+    async def engines(self, ctx: RequestContext, address: str) -> Mapping[int, str]:
+        """Return the engine's id by data-parallel rank, at least one.
+
+        Raises:
+            LegFailed, LegTimeout, NoWorker.
+        """
+
+    def forget(self, address: str) -> None:
+        """Ask again the next time: what was told may be no longer so."""
+
+
 class Upstream(Protocol):
     """The way to the workers, and to media. Every failure of a worker is one of ``envelope.errors``."""
 
     @property
     def media(self) -> MediaFetcher:
         """The way to where clients say that media is."""
+
+    @property
+    def bootstrap(self) -> Bootstrap:
+        """The way to bootstrap servers."""
+
+    def choose(self, ctx: RequestContext, role: str) -> Peer:
+        """Return the worker that a leg is to go to, for those who must know it before they send one.
+
+        Raises:
+            NoWorker, and what ``serves`` raises.
+        """
 
     def serves(self, ctx: RequestContext, role: str) -> bool:
         """Say whether this request has a worker of that role.
@@ -180,6 +218,7 @@ class PipelineSettings:
 
     Attributes:
         tokens_in: some leg sends rendered prompts, so what render makes of media is sent to workers.
+        bootstrap_port: the port of what tells decode of a prefill worker, by the worker's URL.
     """
 
     kv: KvConnector
@@ -193,6 +232,7 @@ class PipelineSettings:
     expose_transfer_params: bool
     events: Events
     clock: Callable[[], float]
+    bootstrap_port: Callable[[str], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +245,7 @@ class PlanRow:
     format: Format | None
     path: str | None
     notes: tuple[str, ...] = field(default=())
+    also: tuple[str, ...] = ()  # roles whose workers get a leg on the same path at the same time
 
 
 class Step(Protocol):

@@ -367,5 +367,7 @@ Count = Annotated[int, Field(ge=1), BeforeValidator(_whole)]
 
 Whole = Annotated[int, BeforeValidator(_whole)]
 
+Port = Annotated[int, Field(ge=1, le=65535), BeforeValidator(_whole)]
+
 Items = BeforeValidator(_items)
 """Put before a list or tuple: also takes one text with commas."""

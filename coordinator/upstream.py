@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from coordinator.attempt import Watcher
+from coordinator.bootstrap import BootstrapServers
 from coordinator.call import Call, earliest, mapped
 from coordinator.headers import leg_headers
 from coordinator.retry import RetryBudget, may_go_on, spent, wait_s
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from coordinator.context import RequestContext
     from coordinator.metrics import Metrics
     from coordinator.routing.router import Router
-    from coordinator.step import Leg, MediaFetcher
+    from coordinator.step import Leg, MediaFetcher, Peer
 
 T = TypeVar("T")
 
@@ -71,6 +72,7 @@ class HttpUpstream:
     ) -> None:
         self.links = links
         self.media = media
+        self.bootstrap = BootstrapServers(self.get)
         self._carry = tuple(carry)
         self._metrics = metrics
         self._watcher = Watcher(metrics, time.monotonic)
@@ -85,11 +87,20 @@ class HttpUpstream:
 
     async def close(self) -> None:
         await self.settle()
+        for task in self._lingering:
+            task.cancel()  # a prefill that runs on may take longer than a process has to stop
+        await asyncio.gather(*self._lingering, return_exceptions=True)
         for pool in self._pools.values():
             pool.close()
 
     def serves(self, ctx: RequestContext, role: str) -> bool:
         return self.links[role].router.serves(ctx)
+
+    def choose(self, ctx: RequestContext, role: str) -> Worker:
+        router = self.links[role].router
+        if worker := router.pick(ctx, ctx.failed) or router.pick(ctx):
+            return worker
+        raise NoWorker(role, f"there is no {role} worker", headers={"Retry-After": "1"})
 
     async def post_json(self, ctx: RequestContext, leg: Leg, *, accept: tuple[int, ...] = ()) -> Reply:
         async def once(call: Call) -> Reply:
@@ -137,7 +148,7 @@ class HttpUpstream:
         router, tried = self.links[leg.role].router, list[Worker]()
         self._budget.deposit()
         begun = asyncio.get_running_loop().time()
-        worker = router.pick(ctx, ctx.failed) or router.pick(ctx)
+        worker = router.pick(ctx, ctx.failed) or router.pick(ctx) if leg.to is None else _worker(leg.to)
         while worker is not None:
             refused = False
             call = Call(leg, worker, self._pools[leg.role], len(tried), begun, router.weight(ctx))
@@ -172,9 +183,10 @@ class HttpUpstream:
 
         A prefill may be over already, its answer on the wire; then nobody would know what it left. vLLM never starts
         an unstreamed decode whose connection closes right behind its request, so that it never frees prefill's blocks.
+        And where decode waits for blocks that are on their way, prefill is to send them.
         """
         leg = call.leg
-        if not call.connected or leg.detached or not (leg.single_use or leg.late):
+        if not call.connected or leg.detached or not (leg.single_use or leg.late or leg.runs_on_s):
             return
         call.lingering = True
         task = asyncio.get_running_loop().create_task(self._let_go(ctx, call))
@@ -182,13 +194,15 @@ class HttpUpstream:
         task.add_done_callback(self._lingering.discard)
 
     async def _let_go(self, ctx: RequestContext, call: Call) -> None:
-        late, hold_s = call.leg.late, _LINGER_S if call.leg.late is None else _LATE_S
+        late, runs_on_s = call.leg.late, call.leg.runs_on_s
+        hold_s = runs_on_s or (_LINGER_S if late is None else _LATE_S)
         try:
             with mapped(call.leg, call):
                 async with asyncio.timeout(hold_s):
                     await call.connection.head()
-                    if late is not None:
-                        late(await self._whole(ctx, call, ()))
+                    reply = await self._whole(ctx, call, ()) if late or runs_on_s else None
+                    if late and reply:
+                        late(reply)
         except ApiError:
             pass  # nobody is left to be told
         finally:
@@ -208,12 +222,12 @@ class HttpUpstream:
         async with asyncio.timeout_at(self._first_byte_at(call)):
             try:
                 # What begins again because one kept connection had died is not entrusted to the next.
-                await call.open(head, body, fresh=leg.single_use and call.worker in ctx.failed)
+                await call.open(head, body, fresh=(leg.single_use or leg.tied) and call.worker in ctx.failed)
             except Broken:
                 if not call.stale:
                     raise
                 self._metrics.stale_connections.labels(leg.role).inc()
-                if leg.single_use and not leg.detached:
+                if (leg.single_use or leg.tied) and not leg.detached:
                     raise  # it begins again at prefill instead
                 await call.open(head, body, fresh=True)
 
@@ -243,6 +257,11 @@ class HttpUpstream:
         if limit is None:
             limit = self.links[call.leg.role].first_byte_s
         return earliest(call.began + limit if limit else None, call.ends_at)
+
+
+def _worker(peer: Peer) -> Worker:
+    assert isinstance(peer, Worker), "choose() has picked it"
+    return peer
 
 
 def _refused_unread(leg: Leg, error: LegError) -> bool:

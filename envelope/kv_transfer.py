@@ -1,4 +1,4 @@
-"""``kv_transfer_params`` of every connector: what prefill is asked, what it must return, what decode is given.
+"""``kv_transfer_params``: what prefill must return, where bodies carry them, and that clients may not send them.
 
 A hand-over is opaque JSON that goes from one worker to another untouched. It is used only when it is whole: vLLM's
 NIXL connector ends the engine over a decode request that says ``do_remote_prefill`` and names no blocks, and lets
@@ -9,20 +9,37 @@ Source: vLLM 0.33 ``nixl/pull_scheduler.py``; ``example_connector.py``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from envelope.connectors import KvConnector
     from envelope.json_codec import Json
 
 TRANSFER_FIELDS = ("kv_transfer_params", "ec_transfer_params")
 
+# SGLang takes what ties its two legs, and the rank of either, from the body itself; vLLM takes ranks from a header.
+_ROUTING_FIELDS = (
+    "bootstrap_host",
+    "bootstrap_port",
+    "bootstrap_room",
+    "bootstrap_pair_key",
+    "routed_dp_rank",
+    "data_parallel_rank",
+    "disagg_prefill_dp_rank",
+)
+
+_NOT_FROM_CLIENTS = frozenset((*TRANSFER_FIELDS, *_ROUTING_FIELDS))
+
 # Where a client can put them: the field itself, or an open map that the worker copies into its extra_args.
 _OPEN_MAPS = ("vllm_xargs", "extra_args")
 
-_GOOD_FINISH = ("length", "stop")
+# How the APIs that have no ``finish_reason`` say how an answer ended.
+_ENDS: dict[str, tuple[str, dict[Any, str]]] = {
+    "message": ("stop_reason", {"max_tokens": "length", "end_turn": "stop", "stop_sequence": "stop", None: "abort"}),
+    "response": ("status", {"incomplete": "length", "completed": "stop"}),
+}
 
 
 class HandoverMissing(Exception):
@@ -31,39 +48,6 @@ class HandoverMissing(Exception):
     def __init__(self, reason: str, sentence: str) -> None:
         super().__init__(sentence)
         self.reason = reason
-
-
-@dataclass(frozen=True, slots=True)
-class KvConnector:
-    """The contract of one KV connector.
-
-    Attributes:
-        name: as the file writes it.
-        prefill: the params that ask prefill to keep its blocks; empty when the connector needs none.
-        required: the fields without which decode must not be given a hand-over; empty when prefill returns none.
-        single_reader: the blocks are freed by their first reader, so ``n`` > 1 (several engine requests) must not
-            share them.
-    """
-
-    name: str
-    prefill: Mapping[str, Any]
-    required: tuple[str, ...]
-    single_reader: bool
-
-    @property
-    def needs_handover(self) -> bool:
-        return bool(self.required)
-
-
-KV_CONNECTORS: dict[str, KvConnector] = {
-    "kv-nixl": KvConnector(
-        name="kv-nixl",
-        prefill={"do_remote_decode": True, "do_remote_prefill": False},
-        required=("remote_block_ids", "remote_engine_id", "remote_request_id", "remote_host", "remote_port"),
-        single_reader=True,
-    ),
-    "kv-shared-storage": KvConnector(name="kv-shared-storage", prefill={}, required=(), single_reader=False),
-}
 
 
 def read_handover(connector: KvConnector, reply: Any) -> Json | None:
@@ -79,7 +63,7 @@ def read_handover(connector: KvConnector, reply: Any) -> Json | None:
         raise HandoverMissing("not_an_object", "the answer is not a JSON object")
     if reply.get("error"):
         raise HandoverMissing("error", "the answer tells of an error, although its status does not")
-    if (finish := bad_finish(reply)) is not None:
+    if (finish := bad_finish(reply, connector.finishes)) is not None:
         raise HandoverMissing("bad_finish", f"prefill ended with finish_reason {finish!r}")
     if not connector.needs_handover:
         return None
@@ -92,13 +76,21 @@ def read_handover(connector: KvConnector, reply: Any) -> Json | None:
     return {**params, "do_remote_prefill": True, "do_remote_decode": False}
 
 
-def bad_finish(reply: Json) -> Any:
+def bad_finish(reply: Json, good: tuple[str, ...] = ("length", "stop")) -> Any:
     """Return how a leg of one token ended, where that is no good end; what it left is worth nothing then."""
+    finish = _finish(reply)
+    return None if finish in good else finish
+
+
+def _finish(reply: Json) -> Any:
     choices = reply.get("choices")
-    if not (isinstance(choices, list) and choices and isinstance(choices[0], dict)):
+    if isinstance(choices, list) and choices and isinstance(choices[0], dict):
+        return choices[0].get("finish_reason")
+    known = _ENDS.get(str(reply.get("type") or reply.get("object")))
+    if known is None or known[0] not in reply:
         return None
-    finish = choices[0].get("finish_reason")
-    return None if finish in _GOOD_FINISH else finish
+    name, words = known
+    return words.get(reply[name], reply[name])
 
 
 def put_in_generate(body: Json, params: Mapping[str, Any] | None) -> Json:
@@ -113,12 +105,22 @@ def put_in_generate(body: Json, params: Mapping[str, Any] | None) -> Json:
     return {**body, "kv_transfer_params": params, "sampling_params": {**sampling, "extra_args": extra}}
 
 
+def add_params(body: Json, params: Mapping[str, Any], *, generate: bool) -> Json:
+    """Return a leg's body with more ``kv_transfer_params``.
+
+    Args:
+        generate: the body is in generate format.
+    """
+    every = {**(body.get("kv_transfer_params") or {}), **params}
+    return put_in_generate(body, every) if generate else {**body, "kv_transfer_params": every}
+
+
 def without_transfer_params(body: Json) -> Json:
-    """Return a client's or renderer's body without transfer params, wherever they are read.
+    """Return a client's or renderer's body without transfer params and worker ranks, wherever they are read.
 
     They name hosts to pull from, and half of them ends a worker: only the pipeline may set them.
     """
-    clean = {key: value for key, value in body.items() if key not in TRANSFER_FIELDS}
+    clean = {key: value for key, value in body.items() if key not in _NOT_FROM_CLIENTS}
     for name in _OPEN_MAPS:
         if _holds_transfer(clean.get(name)):
             clean[name] = _without(clean[name])

@@ -95,12 +95,21 @@ def one_token_openai(api: Format, body: Json) -> Json:
     for name in _CAP_FIELDS:
         if leg.get(name) is not None:
             leg[name] = 1
-    if api in (Format.CHAT, Format.COMPLETIONS):
+    if api is not Format.MESSAGES:  # which has no such field
         leg["ignore_eos"] = True
     thinking = leg.get("thinking")
     if api is Format.MESSAGES and isinstance(thinking, dict) and thinking.get("type") == "enabled":
         del leg["thinking"]  # its budget must lie below max_tokens; the prompt is the same without it
     return leg
+
+
+def unstreamed(body: Json) -> Json:
+    """Return a client's own request, its answer to come whole: the prefill leg of a fleet that samples there.
+
+    What caps and shapes the output stays: the worker stops after the prompt by itself, and its token is the first of
+    the answer.
+    """
+    return {key: value for key, value in body.items() if key != "stream_options"} | {"stream": False}
 
 
 def prefill_reset(generate: Json) -> Json:

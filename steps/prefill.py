@@ -17,12 +17,13 @@ from pydantic import Field
 
 from coordinator.step import Leg, PlanRow
 from envelope.client_request import choices, wants_prompt_logprobs
+from envelope.connectors import KV_CONNECTORS, Several
 from envelope.ec_transfer import EC_CONNECTORS, key_of, put
 from envelope.errors import LegError, LegFailed, LegRejected
 from envelope.features import without_tensors
 from envelope.formats import PATHS, Format, leg_format
-from envelope.kv_transfer import KV_CONNECTORS, HandoverMissing, read_handover
-from envelope.legs import prefill_generate, prefill_openai
+from envelope.kv_transfer import HandoverMissing, read_handover
+from envelope.legs import prefill_generate, prefill_openai, unstreamed
 from steps.params import LegParams
 from steps.prompt import prompt_ids
 
@@ -68,7 +69,7 @@ class Prefill:
         pass
 
     async def run(self, ctx: RequestContext, upstream: Upstream) -> str:
-        if reason := self._reason_to_skip(ctx, upstream):
+        if reason := self.reason_to_skip(ctx, upstream):
             self._settings.events.prefill_skipped(reason)
             return "skipped"
         fmt = leg_format(ctx.api, self._openai)
@@ -84,13 +85,15 @@ class Prefill:
         fmt = leg_format(api, self._openai)
         return PlanRow(api, self.type, self.role, fmt, PATHS[fmt], (f"hand-over by {self._kv.name}",))
 
-    def _reason_to_skip(self, ctx: RequestContext, upstream: Upstream) -> str | None:
-        if wants_prompt_logprobs(ctx.api, ctx.body):
-            return "prompt_logprobs"  # decode computes the whole prompt for these, whatever it is handed
-        if self._kv.single_reader and choices(ctx.api, ctx.body) > 1:
-            return "n"  # several engine requests would read blocks that the first of them frees
-        if ctx.body.get("use_beam_search"):
-            return "beam_search"  # vLLM's beams are requests of their own, which are handed nothing
+    def reason_to_skip(self, ctx: RequestContext, upstream: Upstream) -> str | None:
+        """Return why decode is to compute this prompt itself; None where prefill does."""
+        if self._kv.decodes_alone:
+            if wants_prompt_logprobs(ctx.api, ctx.body):
+                return "prompt_logprobs"  # decode computes the whole prompt for these, whatever it is handed
+            if self._kv.several is Several.DECODE_ALONE and choices(ctx.api, ctx.body) > 1:
+                return "n"  # several engine requests would read blocks that the first of them frees
+            if ctx.body.get("use_beam_search"):
+                return "beam_search"  # vLLM's beams are requests of their own, which are handed nothing
         if not upstream.serves(ctx, self.role):
             return "no_worker_named"
         return None
@@ -109,7 +112,9 @@ class Prefill:
             return await upstream.post_json(ctx, self._leg(ctx, fmt, generate))
 
     def _leg(self, ctx: RequestContext, fmt: Format, generate: Json) -> Leg:
-        if fmt is Format.GENERATE:
+        if self._kv.own_body:
+            body = unstreamed(ctx.body)
+        elif fmt is Format.GENERATE:
             body = prefill_generate(generate, self._kv.prefill)
         else:
             token_ids = prompt_ids(ctx) if self.params.send_prompt_token_ids else None
@@ -133,8 +138,7 @@ class Prefill:
 
     def _keep(self, ctx: RequestContext, reply: Reply) -> str:
         try:
-            ctx.handover = read_handover(self._kv, reply.body)
-            ctx.handover_at = self._settings.clock()
+            handover = read_handover(self._kv, reply.body)
         except HandoverMissing as missing:
             policy = self._settings.on_missing_handover
             self._settings.events.handover_missing(missing.reason, policy)
@@ -145,5 +149,7 @@ class Prefill:
                 f"the worker left nothing for decode to fetch: {missing}. Does it run with the KV connector that "
                 f"{self._kv.name} stands for, as a producer?",
             ) from missing
+        if handover is not None:
+            ctx.handover, ctx.handover_at = handover, self._settings.clock()
         ctx.prefilled = True
         return "ok"

@@ -113,11 +113,13 @@ def test_a_key_that_is_on_in_the_reference_has_its_default() -> None:
 
 
 SERVICE, SELECTOR = (("pools", "decode", "kubernetes", name) for name in ("service", "selector"))
+PORT = ("pools", "prefill", "bootstrap_port")
+ADDRESS = [("pipeline", "steps", 1, "params", key) for key in OF_ADDRESS]
 # What is taken out of the reference, where it has two ways of saying one thing; numbers are steps.
 WITHOUT: dict[str, tuple[tuple[str | int, ...], ...]] = {
     "pools": (("pools",),),
-    "gateway": (("gateway",), ("pools", "render"), SELECTOR),
-    "an address of render": (("gateway",), SERVICE, *(("pipeline", "steps", 1, "params", key) for key in OF_ADDRESS)),
+    "gateway": (("gateway",), ("pools", "render"), SELECTOR, PORT),
+    "an address of render": (("gateway",), SERVICE, PORT, *ADDRESS),
 }
 
 
@@ -132,12 +134,24 @@ def taken_out(tree: dict[str, Any], paths: tuple[tuple[str | int, ...], ...]) ->
 
 @pytest.mark.parametrize("without", WITHOUT)
 def test_the_reference_works_with_everything_switched_on(without: str, tmp_path: Path) -> None:
-    tree = taken_out(served_render(switched_on()), WITHOUT[without])
-    decode = next(step for step in tree["pipeline"]["steps"] if step["type"] == "decode")
-    decode["params"] |= {"derender": "service", "output_mode": "tokens"}  # its default leaves derender no tokens
-    file = tmp_path / "on.yaml"
+    assert built(taken_out(served_render(switched_on()), WITHOUT[without]), ("prefill-decode",), tmp_path)
+
+
+def test_the_reference_works_with_both_legs_at_once(tmp_path: Path) -> None:
+    tree = taken_out(served_render(switched_on()), (("gateway",), ("pools", "render"), SELECTOR))
+    assert built(tree, ("prefill", "decode"), tmp_path)
+
+
+def built(tree: dict[str, Any], without: tuple[str, ...], folder: Path) -> bool:
+    """Build the pipeline but for some steps, whose place another one takes."""
+    steps = [step for step in tree["pipeline"]["steps"] if step["type"] not in without]
+    for step in steps:
+        if "derender" in step["params"]:  # its default leaves a derender step no tokens
+            step["params"] |= {"derender": "service", "output_mode": "tokens"}
+    tree["pipeline"]["steps"] = steps
+    file = folder / "on.yaml"
     file.write_text(yaml.safe_dump(tree))
-    assert len(build(load(str(file), {}), NoEvents())) == len(STEP_TYPES)
+    return len(build(load(str(file), {}), NoEvents())) == len(STEP_TYPES) - len(without)
 
 
 def test_a_key_that_is_off_and_has_a_default_shows_it(tmp_path: Path) -> None:
@@ -161,7 +175,7 @@ def test_a_key_that_is_off_and_has_a_default_shows_it(tmp_path: Path) -> None:
         for name in section.model_fields_set - {"policy"}:  # each shows one that has parameters
             info = type(section).model_fields[name]
             default = info.get_default(call_default_factory=True)
-            assert info.is_required() or default is None or getattr(section, name) == default, name
+            assert info.is_required() or default in (None, ()) or getattr(section, name) == default, name
 
 
 def comments() -> Iterator[tuple[str, str]]:

@@ -58,7 +58,7 @@ PLAIN = ("addresses", "admission", "headers", "pipeline", "metrics", "logs", "pa
 CORE = (*CONTRACT, *(f"coordinator.{name}" for name in PLAIN))
 WIRED = (
     *("fetch", "release", "retry", "upstream", "call", "relay", "server", "intake", "listener", "respond", "health"),
-    *("questions", "wire", "outcome", "attempt", "model_names", "server_timing", "plan"),
+    *("questions", "wire", "bootstrap", "outcome", "attempt", "model_names", "server_timing", "plan"),
 )
 LOOKUPS = {"coordinator.routing.dns": "dns", "coordinator.routing.kubernetes": "kubernetes_asyncio"}
 IO = (*family("coordinator.routing"), *(f"coordinator.{name}" for name in WIRED))
@@ -68,7 +68,7 @@ WIRING = ("coordinator.app", "coordinator.cli", "coordinator.demo", "coordinator
           "coordinator.member", "coordinator.crew", "coordinator.supervisor")
 RENDERING = family("coordinator.rendering")
 RENDERING_PLAIN = ("fields", "conversation", "tokenizer", "parsers", "sampling", "threads", "renderer")
-STEPS_SHARE = ("steps.params", "steps.prompt")
+STEPS_SHARE = ("steps.joined", "steps.params", "steps.prompt")
 # With the packages that hold their own types: URL, CIMultiDict, ErrorDetails.
 AIOHTTP = ("aiohttp", "httptools", "multidict", "yarl")
 PYDANTIC = ("pydantic", "pydantic_core")
@@ -143,13 +143,18 @@ TABLE = (
     Row(("steps",), "steps/__init__.py is a docstring: importing one step must not import them all"),
     Row(
         STEPS_SHARE,
-        "what steps share (params, prompt) imports pydantic, envelope, coordinator.units and the contract "
+        "what steps share (joined, params, prompt) imports pydantic, envelope, coordinator.units and the contract "
         "(coordinator.step, coordinator.context); never a step",
         may=(*PYDANTIC, "coordinator.units", *ENVELOPE, *CONTRACT),
     ),
     Row(
+        ("steps.prefill_decode",),
+        "prefill-decode is a prefill and a decode at once: it imports those steps beside what any step may",
+        may=(*STEPS_SHARE, "steps.prefill", "steps.decode", *ENVELOPE, *CONTRACT),
+    ),
+    Row(
         ("steps.*",),
-        "a step imports envelope, pydantic, what steps share (params, prompt), coordinator.units, "
+        "a step imports envelope, pydantic, what steps share (joined, params, prompt), coordinator.units, "
         "coordinator.outbound, coordinator.rendering and the contract (coordinator.step, coordinator.context); never "
         "aiohttp, never another step",
         may=(*PYDANTIC, *STEPS_SHARE, "coordinator.units", "coordinator.outbound", *RENDERING, *ENVELOPE, *CONTRACT),
@@ -206,7 +211,7 @@ TABLE = (
         ("coordinator.explain",),
         "coordinator.explain sends nothing: it imports the core and envelope, no module that does I/O",
         may=(*ENVELOPE, *CORE),
-        types=("coordinator.upstream",),
+        types=("coordinator.upstream", "coordinator.routing.router"),
     ),
     Row(WIRING, "app, cli, demo, serve, reload, member, crew and supervisor may import everything", may=("*",)),
     Row(("coordinator.__main__",), "coordinator.__main__ imports coordinator.cli", may=("coordinator.cli",)),

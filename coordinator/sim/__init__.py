@@ -11,6 +11,7 @@ They speak the protocol of vLLM 0.33.0 strictly, from what real servers answered
 ``schema``, ``generate_request``, ``sampling``, ``refusals``  what is refused, in vLLM's words
 ``core``, ``handover``, ``encodings``  admission, pacing, aborts; KV blocks that one worker leaves and another reads
                        once, embeddings that any may read
+``pairs``, ``bootstrap``  legs that meet while both are in flight: Mooncake's transfers, SGLang's rooms
 ``media``, ``features``  pictures, sound and video in prompts
 ``engine``, ``replies``, ``tokenizer``, ``logprobs``, ``parsers``, ``stream_parser``  the model and its text
 =====================  ======================================================================================
@@ -23,6 +24,7 @@ from coordinator.sim.encodings import EncodingStore, EncodingViolation
 from coordinator.sim.faults import ABSENT, Behaviour, Canned, Fault
 from coordinator.sim.fleet import SimFleet
 from coordinator.sim.handover import HandoverStore, Violation
+from coordinator.sim.pairs import PairStore
 from coordinator.sim.settings import Settings
 from coordinator.sim.worker import SimWorker
 
@@ -34,6 +36,7 @@ __all__ = [
     "EncodingViolation",
     "Fault",
     "HandoverStore",
+    "PairStore",
     "Received",
     "Settings",
     "SimFleet",

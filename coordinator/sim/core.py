@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Mapping, Sequence
 
     from coordinator.sim.media import Media
+    from coordinator.sim.pairs import Side
     from coordinator.sim.sampling import Sampling
     from coordinator.sim.settings import Settings
     from coordinator.sim.stream_parser import Delta, StreamParser
@@ -70,6 +71,7 @@ class Core:
     finished: Counter[str] = field(default_factory=Counter)
     embedded: Counter[str] = field(default_factory=Counter)
     generated: int = 0
+    pair: Side | None = None
     media_seen: set[str] = field(default_factory=set)
     _cached_blocks: set[int] = field(default_factory=set)
 
@@ -81,8 +83,9 @@ class Core:
         """
         if self.dead:
             raise failed("The server had an error while processing your request.")
-        if job.dp_rank is not None and job.dp_rank.isdecimal() and int(job.dp_rank) > 0:
-            raise Refusal(f"data_parallel_rank {job.dp_rank} is out of range [0, 1).", late=True)
+        size = self.settings.dp_size
+        if job.dp_rank is not None and job.dp_rank.isdecimal() and int(job.dp_rank) >= size:
+            raise Refusal(f"data_parallel_rank {job.dp_rank} is out of range [0, {size}).", late=True)
         self._check_prompt(job)
         self.resolved(job)
         check_engine_limits(job.sampling, vocab_size=tokenizer.VOCAB_SIZE, max_logprobs=self.settings.max_logprobs)
@@ -170,7 +173,10 @@ class Generation:
         """
         siblings = self._core.running.setdefault(self.job.id, [])
         siblings.append(self)
+        pair = self._core.pair
         try:
+            if pair is not None:
+                await pair.meet(self.job)
             wrong = self._load()
             async for steps in self._paced(wrong_kv=wrong):
                 for step in steps:
@@ -180,6 +186,8 @@ class Generation:
                     self._announce()
                 yield steps
         finally:
+            if pair is not None:
+                pair.ended(self.job, self._reasons[0] if self._done else "abort")
             siblings.remove(self)
             if not siblings:
                 self._core.running.pop(self.job.id, None)
@@ -255,7 +263,7 @@ class Generation:
         self.cached, self.newly_cached = core.cached_tokens(job)
         params = job.kv_params or {}
         wrong = False
-        if core.settings.connector and params.get("do_remote_prefill"):
+        if core.settings.nixl and params.get("do_remote_prefill"):
             try:
                 core.store.fetch(params, job.prompt_ids, engine_id=core.engine_id, media=_places(job))
             except BadHandover as error:
@@ -302,7 +310,7 @@ class Generation:
         """Keep the blocks for a decode, if that was asked for and every choice ended by itself."""
         core, job = self._core, self.job
         asked = bool(job.kv_params and job.kv_params.get("do_remote_decode"))
-        if not (asked and core.settings.connector and job.sampling.n == 1 and self._reasons != ["abort"]):
+        if not (asked and core.settings.nixl and job.sampling.n == 1 and self._reasons != ["abort"]):
             return
         self.handover = core.store.register(
             engine_id=core.engine_id,

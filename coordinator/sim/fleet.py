@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Self
 from coordinator.sim.encodings import EncodingStore
 from coordinator.sim.faults import Behaviour
 from coordinator.sim.handover import HandoverStore
+from coordinator.sim.pairs import PairStore
 from coordinator.sim.settings import Settings
 from coordinator.sim.worker import Role, SimWorker
 
@@ -30,6 +31,7 @@ class SimFleet:
         decode: the first decode worker.
         store: what the workers hand over; ``violations`` and ``unread`` are what a test asserts on.
         encodings: the encoder cache; it has ``violations`` too.
+        pairs: where legs in flight together meet; the same.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class SimFleet:
     ) -> None:
         self.store = store or HandoverStore()
         self.encodings = EncodingStore()
+        self.pairs = PairStore()
         settings = settings or Settings()
 
         def some(role: Role, count: int, own: Settings | None, itl_s: float = 0.0) -> list[SimWorker]:
@@ -57,6 +60,7 @@ class SimFleet:
                     settings=own or settings,
                     store=self.store,
                     encodings=self.encodings,
+                    pairs=self.pairs,
                     behave=Behaviour(itl_s=itl_s),
                 )
                 for _ in range(count)

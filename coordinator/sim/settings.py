@@ -16,6 +16,8 @@ class Settings:
         scale_out: ``--enable-scale-out``; without it the tokens-in routes answer 403.
         tokens_only: ``--tokens-only``: no tokenizer on this server.
         connector: a KV connector is configured.
+        kv: which; ``sglang`` makes it an SGLang server, which has the client's routes and no others.
+        dp_size: data-parallel ranks.
         ec_connector: the encoder-cache connector, on encode workers as producer and elsewhere as consumer.
         trust_mm_kwargs: ``--trust-request-mm-kwargs``.
         strict_kv: a hand-over that does not fit its prompt is answered 500; otherwise, as on a real GPU, with
@@ -35,10 +37,16 @@ class Settings:
     request_id_headers: bool = False
     prompt_tokens_details: bool = False
     connector: bool = True
+    kv: Literal["nixl", "mooncake", "sglang"] = "nixl"
+    dp_size: int = 1
     ec_connector: Literal["nixl", "shared_storage"] | None = "nixl"
     trust_mm_kwargs: bool = True
     strict_kv: bool = True
     die_of_bad_kv: bool = True
+
+    @property
+    def nixl(self) -> bool:
+        return self.connector and self.kv == "nixl"
 
     def at_least(self, *release: int) -> bool:
         return tuple(int(part) for part in self.version.split(".")[:2]) >= release

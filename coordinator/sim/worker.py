@@ -12,10 +12,12 @@ from aiohttp import web
 
 from coordinator.sim import chat, completions, generate, messages, probes, render, responses
 from coordinator.sim.answers import Answer, Call, Received, Whole
+from coordinator.sim.bootstrap import BootstrapServer
 from coordinator.sim.core import Core
 from coordinator.sim.encodings import EncodingStore
 from coordinator.sim.faults import Behaviour, Fault
 from coordinator.sim.handover import HandoverStore
+from coordinator.sim.pairs import Mooncake, PairStore, Sglang
 from coordinator.sim.refusals import SCHEMA, Refusal, scale_out_off
 from coordinator.sim.schema import parse_object
 from coordinator.sim.settings import Settings
@@ -47,6 +49,7 @@ _ROUTES: dict[Role, dict[str, Route]] = {
     "render": _RENDER,
     **dict.fromkeys(("encode", "prefill", "decode"), _RENDER | _SERVE),
 }
+_SGLANG = {path: route for path, route in _SERVE.items() if path.startswith("/v1/")}
 _UNAUTHORIZED = Whole({"error": "Unauthorized"}, 401)
 _GUARDED = ("/v1", "/inference")
 _SCALE_OUT = ("/inference/v1/generate", _ABORT)
@@ -67,6 +70,8 @@ class SimWorker:
         in_flight: requests that are being answered.
         behave: its manners; may be changed at any time.
         core: the engine core, with its counters.
+        pairs: where its legs meet those of others, with connectors that need both in flight.
+        bootstrap: of a Mooncake prefill worker, the server that decode workers ask who it is.
     """
 
     def __init__(
@@ -76,6 +81,7 @@ class SimWorker:
         settings: Settings | None = None,
         store: HandoverStore | None = None,
         encodings: EncodingStore | None = None,
+        pairs: PairStore | None = None,
         behave: Behaviour | None = None,
         engine_id: str | None = None,
     ) -> None:
@@ -91,6 +97,11 @@ class SimWorker:
             engine_id=engine_id or f"engine-{role}-{secrets.token_hex(4)}",
             encoder=role == "encode",
         )
+        self.pairs = pairs or PairStore()
+        self.core.pair = self._side()
+        self.bootstrap: BootstrapServer | None = None
+        if self.settings.kv == "mooncake" and role == "prefill":
+            self.bootstrap = BootstrapServer(self.pairs, self.core.engine_id, self.settings.dp_size)
         self._port = 0
         self._seen: set[str] = set()
         self._stopping = False
@@ -118,6 +129,11 @@ class SimWorker:
         """How many connections are open."""
         return len(self._server.connections) if self._runner else 0
 
+    def _side(self) -> Mooncake | Sglang | None:
+        if self.settings.kv == "mooncake":
+            return Mooncake(self.pairs, self.core.engine_id)
+        return Sglang(self.pairs, self.role) if self.settings.kv == "sglang" else None
+
     async def start(self) -> None:
         app = web.Application(client_max_size=1 << 30)
         app.router.add_route("*", "/{path:.*}", self._handle)
@@ -133,12 +149,16 @@ class SimWorker:
         )
         await self._runner.setup()
         await self.accept_connections()
+        if self.bootstrap is not None:
+            await self.bootstrap.start()
 
     async def stop(self) -> None:
         self._stopping = True
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
+        if self.bootstrap is not None:
+            await self.bootstrap.stop()
 
     async def refuse_connections(self) -> None:
         """Stop listening, as a process that is gone; what is connected is cut."""
@@ -205,7 +225,8 @@ class SimWorker:
 
     async def _route(self, received: Received, fault: Fault) -> Answer:
         path = received.path
-        route = _ROUTES[self.role].get(path)
+        sglang = self.settings.kv == "sglang"
+        route = (_SGLANG if sglang else _ROUTES[self.role]).get(path)
         legacy = path == _LEGACY_ABORT and self.settings.tokens_only
         aborts = (path == _ABORT or legacy) and self.role != "render"
         if not self._has_key(received):
@@ -220,6 +241,8 @@ class SimWorker:
             return self._abort(received)
         assert route is not None
         body = parse_object(received.raw, received.header("content-type") or "")
+        if sglang:
+            body = _with_room(body, prefill=self.role == "prefill")
         if self._misses(received, body):
             return Whole("the prompt is not cached", 412)
         itl_s = fault.itl_s or 0.0
@@ -266,6 +289,17 @@ class SimWorker:
         params = body.get("kv_transfer_params")
         if isinstance(params, dict) and params.get("do_remote_prefill"):
             self.store.free(params)
+
+
+def _with_room(body: dict[str, Any], *, prefill: bool) -> dict[str, Any]:
+    """Return a request of an SGLang worker as the engine's core takes it: what ties the legs, and where to stop.
+
+    A prefill worker stops after one token, whatever was asked for.
+    """
+    room = {name: body[name] for name in ("bootstrap_host", "bootstrap_port", "bootstrap_room") if name in body}
+    caps = [name for name in ("max_tokens", "max_completion_tokens", "max_output_tokens") if name in body]
+    stop = dict.fromkeys(caps or ["max_tokens"], 1) if prefill else {}
+    return {**body, **stop, "kv_transfer_params": room}
 
 
 def _received(request: web.Request, raw: bytes) -> Received:

@@ -10,7 +10,7 @@ import pytest
 from coordinator import headers
 from coordinator.config import Config, ConfigError, load
 from coordinator.units import ListenAddr
-from envelope.kv_transfer import KV_CONNECTORS
+from envelope.connectors import KV_CONNECTORS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -269,6 +269,10 @@ POOL = [
     ("{kubernetes: {service: a, port: Http}}", ".kubernetes.port: 'Http' is no port, write its number, or the name that it has in Kubernetes"),
     ("{kubernetes: {service: a, port: 70000}}", ".kubernetes.port: '70000' is not a port, write a number from 1 to 65535"),
     ("{kubernetes: {service: a, scheme: tcp}}", ".kubernetes.scheme: 'tcp' is not one of http, https"),
+    ("{endpoints: ['http://a'], bootstrap_port: 9000}", ": bootstrap_port is a port of prefill workers: write it in pools.prefill"),
+    ("{endpoints: ['http://a'], bootstrap_port: 0}", ".bootstrap_port[0]: 0 is too small, write at least 1"),
+    ("{endpoints: ['http://a'], bootstrap_port: [1, 2]}", ".bootstrap_port: a list has one port for each of endpoints, in their order; one number is for all"),
+    ("{header: x-a, allow: [b], bootstrap_port: [1, 2]}", ".bootstrap_port: a list has one port for each of endpoints, in their order; one number is for all"),
     ("{endpoint: ['http://a'], endpoints: ['http://a']}", ".endpoint: unknown key, did you mean endpoints?"),
 ]  # fmt: skip
 
@@ -298,9 +302,7 @@ def test_what_is_wrong_with_a_pool(refused, pool: str, sentence: str) -> None:
 
 
 PIPELINE = [
-    ("kv_connector: kv-nixel", "kv_connector: 'kv-nixel' is not one of kv-shared-storage, kv-nixl, did you mean kv-nixl?"),
-    ("kv_connector: kv-sglang", "kv_connector: kv-sglang needs prefill and decode in flight at once, and a step for that comes in a later release: write kv-nixl or kv-shared-storage"),
-    ("kv_connector: kv-mooncake", "kv_connector: kv-mooncake needs prefill and decode in flight at once, and a step for that comes in a later release: write kv-nixl or kv-shared-storage"),
+    ("kv_connector: kv-nixel", "kv_connector: 'kv-nixel' is not one of kv-shared-storage, kv-nixl, kv-lmcache, kv-mooncake, kv-offloading, kv-sglang, did you mean kv-nixl?"),
     ("ec_connector: foo", "ec_connector: 'foo' is not one of ec-shared-storage, ec-nixl"),
     ("use_openai_format: maybe", "use_openai_format: 'maybe' is neither true nor false, write one of them"),
     ("use_openai_format: [true]", "use_openai_format: [True] is neither true nor false, write one of them"),

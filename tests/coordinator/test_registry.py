@@ -11,6 +11,7 @@ from jsonschema import Draft202012Validator
 
 from coordinator.config import ConfigError, load
 from coordinator.registry import RULES, STEP_TYPES, build, json_schema
+from envelope.connectors import KV_CONNECTORS
 from envelope.formats import Format
 
 if TYPE_CHECKING:
@@ -62,7 +63,9 @@ def step(type_: str, **params: Any) -> dict[str, Any]:
 
 def test_every_step_of_the_file_is_made_in_its_order(made) -> None:
     named = ["replace-media-urls", RENDER, "conditional-decode", "encode", "prefill", SERVED, DERENDER]
-    assert [made_step.type for made_step in made(*named, use_openai_format=False)] == list(STEP_TYPES)
+    pair = made("prefill-decode", gateway=None, pools=NIXL_POOLS, kv_connector="kv-sglang")
+    *inner, last = made(*named, use_openai_format=False)
+    assert [made_step.type for made_step in (*inner, *pair, last)] == list(STEP_TYPES)
 
 
 def test_a_step_is_registered_under_its_own_type(made) -> None:
@@ -93,20 +96,14 @@ def test_a_step_inherits_the_pipeline_s_settings_and_overrides_them(made) -> Non
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("prefil", "'prefil' is not a step, did you mean prefill? (replace-media-urls, render, conditional-decode, encode, prefill, decode, derender)"),
-        ("zzz", "'zzz' is not a step, write one of these: (replace-media-urls, render, conditional-decode, encode, prefill, decode, derender)"),
+        ("prefil", "'prefil' is not a step, did you mean prefill? (replace-media-urls, render, conditional-decode, encode, prefill, decode, prefill-decode, derender)"),
+        ("zzz", "'zzz' is not a step, write one of these: (replace-media-urls, render, conditional-decode, encode, prefill, decode, prefill-decode, derender)"),
         ("async-broker", "async-broker (requests that queue) comes in a later release, take the step out"),
         ("force-stream", "force-stream comes in a later release, take the step out"),
     ],
 )  # fmt: skip
 def test_a_step_that_there_is_not_is_refused_with_those_that_there_are(refused, name: str, sentence: str) -> None:
     assert refused(name, "decode") == [f"pipeline.steps[0].type: {sentence}"]
-
-
-def test_prefill_decode_is_named_as_a_later_step(refused) -> None:
-    assert refused("prefill-decode") == [
-        "pipeline.steps[0].type: prefill-decode (both legs in flight at once) comes in a later release, write a prefill and a decode step"
-    ]
 
 
 def test_a_slip_in_the_last_step_s_name_is_the_only_problem(refused) -> None:
@@ -120,8 +117,7 @@ PARAMS = [
     (step("decode", output_mode="txt"), "output_mode: 'txt' is not one of tokens, text, derender, did you mean text?"),
     (step("decode", wrap_chat_completion="maybe"), "wrap_chat_completion: 'maybe' is neither true nor false, write one of them"),
     (step("decode", first_byte_timeout=30), "first_byte_timeout: 30 has no unit, write 30s"),
-    (step("decode", kv_connector="kv-sglang"), "kv_connector: kv-sglang needs prefill and decode in flight at once, and a step for that comes in a later release: write kv-nixl or kv-shared-storage"),
-    (step("decode", kv_connector="nixl"), "kv_connector: 'nixl' is not one of kv-shared-storage, kv-nixl, did you mean kv-nixl?"),
+    (step("decode", kv_connector="nixl"), "kv_connector: 'nixl' is not one of kv-shared-storage, kv-nixl, kv-lmcache, kv-mooncake, kv-offloading, kv-sglang, did you mean kv-nixl?"),
 ]  # fmt: skip
 
 
@@ -282,12 +278,14 @@ def test_a_pool_or_gateway_that_no_step_asks_is_refused(refused) -> None:
     ]
 
 
-def test_a_nixl_worker_in_both_pools_is_refused(refused, made) -> None:
+def test_a_worker_in_both_pools_is_refused_where_it_would_fetch_from_itself(refused, made) -> None:
     pools = {"prefill": {"endpoints": ["http://a"]}, "decode": {"endpoints": ["http://b", "http://a:80"]}}
     assert refused("prefill", "decode", gateway=None, pools=pools, kv_connector="kv-nixl") == [
-        "pools.decode.endpoints[1]: http://a:80 is in pools.prefill too, and a NIXL worker cannot fetch from itself: take one out"
+        "pools.decode.endpoints[1]: http://a:80 is in pools.prefill too, and with kv-nixl a worker cannot fetch from itself: take one out"
     ]
     assert made("prefill", "decode", gateway=None, pools=pools, kv_connector="kv-shared-storage")
+    (sentence,) = refused("prefill-decode", gateway=None, pools=pools, kv_connector="kv-mooncake")
+    assert "and with kv-mooncake a worker cannot fetch from itself" in sentence
 
 
 def test_one_header_cannot_name_two_workers(refused) -> None:
@@ -348,10 +346,88 @@ def test_token_ids_beside_an_openai_body_need_a_render_step_and_that_format(refu
     assert made(RENDER, *legs)
 
 
+ONE_AFTER_THE_OTHER = "needs both legs in flight at once: write {type: prefill-decode} in place of the prefill and the decode step"
+AT_ONCE = "needs prefill to end first: write {type: prefill} and {type: decode} in place of the prefill-decode step"
+
+
+@pytest.mark.parametrize("name", [name for name, kind in KV_CONNECTORS.items() if kind.concurrent])
+def test_a_connector_of_legs_in_flight_together_is_refused_with_two_steps(refused, name: str) -> None:
+    assert refused("prefill", "decode", kv_connector=name) == [f"pipeline.kv_connector: {name} {ONE_AFTER_THE_OTHER}"]
+    legs = [step("prefill", kv_connector=name), step("decode", kv_connector=name)]
+    assert refused(*legs) == [f"pipeline.steps[0].params.kv_connector: {name} {ONE_AFTER_THE_OTHER}"]
+
+
+@pytest.mark.parametrize("name", [name for name, kind in KV_CONNECTORS.items() if not kind.concurrent])
+def test_a_connector_of_one_leg_after_the_other_is_refused_in_a_pair(refused, name: str) -> None:
+    where = {"gateway": None, "pools": NIXL_POOLS}
+    assert refused("prefill-decode", **where, kv_connector=name) == [f"pipeline.kv_connector: {name} {AT_ONCE}"]
+    assert refused(step("prefill-decode", kv_connector=name), **where) == [
+        f"pipeline.steps[0].params.kv_connector: {name} {AT_ONCE}"
+    ]
+
+
+def pair_pools(**prefill: Any) -> dict[str, Any]:
+    return {**NIXL_POOLS, "prefill": {**NIXL_POOLS["prefill"], **prefill}}
+
+
+def test_a_pair_and_one_of_its_legs_are_one_leg_too_many(refused) -> None:
+    (sentence,) = refused("prefill-decode", "decode", gateway=None, pools=NIXL_POOLS, kv_connector="kv-sglang")
+    assert sentence == "pipeline.steps[1]: prefill-decode (steps[0]) makes this leg already, take one of them out"
+
+
+def test_a_pair_needs_to_know_where_prefill_is(refused, made) -> None:
+    assert refused("prefill-decode", kv_connector="kv-sglang") == [
+        "pipeline.steps[0]: decode is told where prefill is, and behind a gateway nobody knows: write pools.prefill with endpoints"
+    ]
+    pools = {"prefill": NIXL_POOLS["prefill"]}
+    assert made("prefill-decode", pools=pools, kv_connector="kv-sglang")
+    assert refused("prefill-decode", gateway=None, pools=pools, kv_connector="kv-sglang") == [
+        "pipeline.steps[0]: prefill-decode has no workers, write pools.decode.endpoints or gateway.address"
+    ]
+
+
+def test_a_port_of_prefill_workers_is_written_where_it_is_asked_for(refused, made) -> None:
+    pools = pair_pools(bootstrap_port=9000)
+    assert refused("prefill", "decode", gateway=None, pools=pools) == [
+        "pools.prefill.bootstrap_port: no prefill-decode step asks for it, take the key out"
+    ]
+    assert refused("prefill-decode", gateway=None, pools=NIXL_POOLS, kv_connector="kv-offloading") == [
+        "pools.prefill: bootstrap_port is missing: write the port of the workers' P2P tier"
+    ]
+    assert made("prefill-decode", gateway=None, pools=pools, kv_connector="kv-offloading")
+
+
+def test_a_pair_has_no_second_prefill(refused) -> None:
+    (sentence,) = refused(
+        "encode",
+        "prefill-decode",
+        gateway=None,
+        pools={**NIXL_POOLS, "encode": {"endpoints": ["http://e"]}},
+        kv_connector="kv-mooncake",
+        on_encode_failure="prefill_encodes",
+    )
+    assert sentence.startswith("pipeline.on_encode_failure: prefill_encodes sends prefill a second time")
+
+
+def test_what_sglang_workers_cannot_do_is_refused(refused) -> None:
+    fleet = {"gateway": None, "pools": NIXL_POOLS, "kv_connector": "kv-sglang"}
+    behind = "the workers behind kv-sglang have"
+    assert refused(RENDER, "conditional-decode", "prefill-decode", **fleet, use_openai_format=False) == [
+        f"pipeline.steps[0]: {behind} nothing for render to ask, take it out",
+        f"pipeline.steps[1]: {behind} nothing for conditional-decode to ask, take it out",
+        f"pipeline.use_openai_format: {behind} no route for token ids, write true",
+    ]
+    alone = "a decode worker behind kv-sglang computes no prompts, write fail"
+    assert refused("prefill-decode", **fleet, on_prefill_failure="decode_alone", on_missing_handover="decode_alone") == [
+        f"pipeline.on_prefill_failure: {alone}",
+        f"pipeline.on_missing_handover: {alone}",
+    ]
+
+
 def test_faults_of_steps_and_of_their_order_are_told_at_once(refused) -> None:
     assert refused("decode", step("prefill", kv_conector="x"), "rendr", gateway=None) == [
         "pipeline.steps[1].params.kv_conector: unknown key, did you mean kv_connector?",
-        "pipeline.steps[2].type: 'rendr' is not a step, did you mean render? (replace-media-urls, render, conditional-decode, encode, prefill, decode, derender)",
+        "pipeline.steps[2].type: 'rendr' is not a step, did you mean render? (replace-media-urls, render, conditional-decode, encode, prefill, decode, prefill-decode, derender)",
         "pipeline.steps[1]: prefill must stand before decode (steps[0]), which needs its result",
         "pipeline.steps[2]: render must stand before decode (steps[0]), which needs its tokens",
         "pipeline.steps[0]: decode has no workers, write pools.decode.endpoints or gateway.address",

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from envelope.connectors import KV_CONNECTORS
 from envelope.json_codec import dumps, loads
 from envelope.kv_transfer import (
-    KV_CONNECTORS,
     HandoverMissing,
     put_in_generate,
     read_handover,
@@ -32,16 +32,6 @@ def reply(params: Any = HANDOVER, finish: Any = "length") -> dict[str, Any]:
 
 def without(name: str) -> dict[str, Any]:
     return {key: value for key, value in HANDOVER.items() if key != name}
-
-
-def test_a_connector_says_what_prefill_is_asked_and_what_decode_needs() -> None:
-    asked = {name: (connector.prefill, connector.needs_handover, connector.single_reader)
-             for name, connector in KV_CONNECTORS.items()}  # fmt: skip
-    assert asked == {
-        "kv-nixl": ({"do_remote_decode": True, "do_remote_prefill": False}, True, True),
-        "kv-shared-storage": ({}, False, False),
-    }
-    assert all(connector.name == name for name, connector in KV_CONNECTORS.items())
 
 
 ABSENT = "the answer carries no kv_transfer_params"
@@ -243,3 +233,41 @@ def test_a_client_s_transfer_params_never_reach_a_worker(pure: Callable[..., Any
 def test_what_was_put_is_taken_off_again() -> None:
     body = {"token_ids": [1], "sampling_params": {"n": 2, "extra_args": {"k": "v"}}}
     assert without_transfer_params(put_in_generate(body, HANDOVER)) == body
+
+
+MOONCAKE, SGLANG = KV_CONNECTORS["kv-mooncake"], KV_CONNECTORS["kv-sglang"]
+
+# By API: how it says that a prompt's one token ended by length, by an end of text, and not at all.
+ENDS = {
+    "chat": [{"choices": [{"finish_reason": word}]} for word in ("length", "stop", "abort")],
+    "messages": [{"type": "message", "stop_reason": word} for word in ("max_tokens", "end_turn", None)],
+    "responses": [{"object": "response", "status": word} for word in ("incomplete", "completed", "failed")],
+}
+
+
+@pytest.mark.parametrize("api", ENDS)
+def test_a_prefill_s_end_is_read_in_every_api(api: str) -> None:
+    """L24, G7: Mooncake sends blocks after an end by length alone; for NIXL and SGLang an end of text will do."""
+    by_length, by_text, not_at_all = ENDS[api]
+    assert read_handover(MOONCAKE, by_length) is None
+    for connector in (SHARED, SGLANG):
+        assert read_handover(connector, by_text) is None
+    bad = [(MOONCAKE, by_text), (MOONCAKE, not_at_all), (SHARED, not_at_all), (SGLANG, not_at_all)]
+    for connector, reply_ in bad:
+        with pytest.raises(HandoverMissing) as caught:
+            read_handover(connector, reply_)
+        assert caught.value.reason == "bad_finish"
+
+
+def test_a_prefill_of_a_client_s_own_request_may_end_with_a_tool_call() -> None:
+    assert read_handover(SGLANG, {"choices": [{"finish_reason": "tool_calls"}]}) is None
+
+
+ROUTING = ("bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key", "routed_dp_rank",
+           "data_parallel_rank", "disagg_prefill_dp_rank")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ROUTING)
+def test_a_client_names_no_room_and_no_rank(pure: Callable[..., Any], name: str) -> None:
+    """E6, H22."""
+    assert pure(without_transfer_params, {"messages": [], name: 1}) == {"messages": []}

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from envelope.connectors import KV_CONNECTORS
 from envelope.features import check
 from envelope.formats import Format
 from envelope.json_codec import dumps, loads
-from envelope.kv_transfer import KV_CONNECTORS
 from envelope.legs import (
     decode_for_generate_client,
     decode_generate,
@@ -80,8 +80,10 @@ CAPPED: dict[str, tuple[Format, dict[str, Any], dict[str, Any], dict[str, Any]]]
     "completions": (COMPLETIONS, {"prompt": "hi"}, {}, {"max_tokens": 1, "ignore_eos": True}),
     "completions of tokens": (COMPLETIONS, {"prompt": [1, 2]}, {"max_tokens": 16},
                               {"max_tokens": 1, "ignore_eos": True}),
-    "responses without a cap": (RESPONSES, {"input": "hi", "store": False}, {}, {"max_output_tokens": 1}),
-    "responses": (RESPONSES, {"input": "hi", "store": False}, {"max_output_tokens": 50}, {"max_output_tokens": 1}),
+    "responses without a cap": (RESPONSES, {"input": "hi", "store": False}, {},
+                                {"max_output_tokens": 1, "ignore_eos": True}),
+    "responses": (RESPONSES, {"input": "hi", "store": False}, {"max_output_tokens": 50},
+                  {"max_output_tokens": 1, "ignore_eos": True}),
     "messages": (MESSAGES, {"messages": HI, "system": "x"}, {"max_tokens": 50}, {"max_tokens": 1}),
 }  # fmt: skip
 
@@ -187,7 +189,7 @@ PREFILLS = {
                                            {"prompt": [1, 2], "max_tokens": 1, "stream": False, "ignore_eos": True,
                                             "kv_transfer_params": NIXL}),
     "responses": (RESPONSES, {"input": "hi", "store": False}, NIXL, [1],
-                  {"input": "hi", "store": False, "max_output_tokens": 1, "stream": False,
+                  {"input": "hi", "store": False, "max_output_tokens": 1, "stream": False, "ignore_eos": True,
                    "kv_transfer_params": {**NIXL, "prompt_token_ids": [1]}}),
     "messages": (MESSAGES, {"messages": HI, "max_tokens": 9}, NIXL, None,
                  {"messages": HI, "max_tokens": 1, "stream": False, "kv_transfer_params": NIXL}),

@@ -29,7 +29,7 @@ from coordinator.sim import Received, SimFleet, SimWorker
 BOUND_S = 30.0
 POLL_S = 0.005
 
-ORDER = ("replace-media-urls", "render", "conditional-decode", "encode", "prefill", "decode")
+ORDER = ("replace-media-urls", "render", "conditional-decode", "encode", "prefill", "decode", "prefill-decode")
 
 # Steps and their params; ``use_openai_format`` is what the pipeline section says.
 SHAPES: dict[str, tuple[bool, dict[str, dict[str, Any]]]] = {
@@ -38,6 +38,8 @@ SHAPES: dict[str, tuple[bool, dict[str, dict[str, Any]]]] = {
     "derender": (False, {"render": {}, "prefill": {}, "decode": {"output_mode": "derender", "wrap": "all"}}),
     "unwrapped": (False, {"render": {}, "prefill": {}, "decode": {"output_mode": "text"}}),
     "alone": (True, {"decode": {}}),
+    "pair": (True, {"prefill-decode": {}}),
+    "pair-text": (False, {"render": {}, "prefill-decode": {"output_mode": "text", "wrap": "all"}}),
 }
 
 
@@ -318,15 +320,18 @@ def config_tree(fleet: SimFleet, shape: str, steps: Mapping[str, Any], changes: 
     if "render" in params and "tokenizer" not in params["render"]:
         params["render"] = {"address": fleet.render.url, **params["render"]}
     pools: dict[str, Any] = {"decode": {"endpoints": [worker.url for worker in fleet.decodes]}}
-    if "prefill" in params:
+    if "prefill" in params or "prefill-decode" in params:
         pools["prefill"] = {"endpoints": [worker.url for worker in fleet.prefills]}
+    if "prefill-decode" in params:
+        servers = [worker.bootstrap for worker in fleet.prefills]
+        pools["prefill"]["bootstrap_port"] = [server.port if server else 8998 for server in servers]
     if "encode" in params:
         pools["encode"] = {"endpoints": [worker.url for worker in fleet.encodes]}
     tree = {
         "server": {"listen_addr": "127.0.0.1:0", "readiness_interval": "10s", "heartbeat_after": 0},
         "pools": pools,
         "pipeline": {
-            "kv_connector": "kv-nixl",
+            "kv_connector": f"kv-{fleet.prefill.settings.kv}" if fleet.prefills else "kv-nixl",
             "ec_connector": "ec-nixl",
             "use_openai_format": openai,
             "steps": [{"type": kind, "params": params[kind]} for kind in ORDER if kind in params],
@@ -415,11 +420,15 @@ async def fleet_of(stack: AsyncExitStack, excuse: Excuses) -> AsyncIterator[Call
         if "violations" not in excuse.reasons:
             assert fleet.store.violations == []
             assert fleet.encodings.violations == []
+            assert fleet.pairs.violations == []
         if "unread" not in excuse.reasons:
             # What a request left is fetched when it is over, by a leg of its own.
             with contextlib.suppress(AssertionError):
                 await poll(lambda fleet=fleet: not fleet.store.unread)
             assert fleet.store.unread == {}
+            with contextlib.suppress(AssertionError):
+                await poll(lambda fleet=fleet: not (fleet.pairs.unsent or fleet.pairs.stranded))
+            assert (fleet.pairs.unsent, fleet.pairs.stranded) == ({}, set())
 
 
 @pytest.fixture
@@ -434,7 +443,8 @@ async def coordinator(
 ) -> AsyncIterator[Callable[..., Awaitable[Running]]]:
     """``await coordinator(fleet, "text", steps={"decode": {..}}, server={..})`` starts one and waits until it is ready.
 
-    Shapes: ``openai``, ``text``, ``derender``, ``unwrapped``, ``alone`` (decode only). ``steps`` changes or adds steps
+    Shapes: ``openai``, ``text``, ``derender``, ``unwrapped``, ``alone`` (decode only), ``pair`` and ``pair-text`` (both
+    legs at once; the fleet says by what). ``steps`` changes or adds steps
     by type; every other keyword is a section of the file, laid over the shape's own. None takes a key out.
     """
     running: list[Running] = []

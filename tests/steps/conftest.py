@@ -46,6 +46,7 @@ class FakeUpstream:
     """
 
     media: Any = None
+    bootstrap: Any = None
 
     def __init__(self, *answers: Any, serves: bool = True) -> None:
         self._answers = list(answers)

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from coordinator.step import LegLimits
+from envelope.connectors import KV_CONNECTORS
 from envelope.ec_transfer import EC_CONNECTORS
 from envelope.errors import BadRequest, LegBusy, LegFailed, LegRejected, LegTimeout, NoWorker
 from envelope.formats import PATHS, Format
-from envelope.kv_transfer import KV_CONNECTORS
 from steps.prefill import Params, Prefill
 
 HI = [{"role": "user", "content": "hi"}]
@@ -58,7 +58,7 @@ LEGS = {
         {"prompt": "hi", "max_tokens": 1, "stream": False, "ignore_eos": True}),
     "responses": (
         "responses", {"input": "hi", "store": False}, None, {**OPENAI, **SHARED}, "/v1/responses",
-        {"input": "hi", "store": False, "max_output_tokens": 1, "stream": False}),
+        {"input": "hi", "store": False, "max_output_tokens": 1, "stream": False, "ignore_eos": True}),
     "messages": (
         "messages", {"messages": HI, "max_tokens": 9}, None, {**OPENAI, **SHARED}, "/v1/messages",
         {"messages": HI, "max_tokens": 1, "stream": False}),
