@@ -14,7 +14,7 @@ BENCH := $(VENV)/.bench
 RELEASE := $(VENV)/.release
 
 .DEFAULT_GOAL := help
-.PHONY: help install fmt lint types test cov chaos demo e2e bench bench-peers check lock audit image dist clean
+.PHONY: help install fmt lint types test cov chaos demo e2e bench bench-rfc bench-peers check lock audit image dist clean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -40,6 +40,9 @@ e2e: $(DEV)  ## the same cases on real vLLM CPU workers; the first run builds th
 
 bench: $(BENCH)  ## the coordinator beside its peers, 12 minutes: make bench ARGS='--rounds 1 --scenarios chunk'
 	$(BIN)/python -m bench.run $(ARGS)
+
+bench-rfc: $(DEV) $(BENCH)  ## who makes text of tokens, and what it costs, under 20 minutes: make bench-rfc ARGS='--budget-s 300'
+	$(BIN)/python -m bench.rfc $(ARGS)
 
 bench-peers: $(BENCH)  ## install what make bench compares with, into bench/.peers
 	$(BIN)/python -m bench.peers install $(ARGS)

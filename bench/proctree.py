@@ -23,7 +23,7 @@ class ProcessTree:
 
     def cpu_ns(self) -> int:
         """Return what user code and kernel have used for these processes since they began."""
-        return sum(map(_cpu_ns, self.pids))
+        return sum(map(process_cpu_ns, self.pids))
 
     def rss_bytes(self) -> int:
         return sum(map(_rss_bytes, self.pids))
@@ -36,7 +36,8 @@ def _session(pid: int) -> int:
         return -1
 
 
-def _cpu_ns(pid: int) -> int:
+def process_cpu_ns(pid: int) -> int:
+    """Return what one process has used, with all its threads and without its children."""
     try:
         return time.clock_gettime_ns((~pid << 3) | _CPUCLOCK_SCHED)
     except OSError:  # it has ended

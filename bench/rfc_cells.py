@@ -1,0 +1,150 @@
+"""What the RFC's latency table has in it: ways to make text of tokens, clients at a time, and lengths of answers.
+
+Source: the RFC "output_mode on generate", section 12.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+Site = Literal["simulator", "vLLM"]
+
+TEXT, TEXT_HERE = "text", "text, rendered here"
+INLINE, KEPT, SERVICE, COUPLED = "derender inline", "derender in the coordinator", "derender service", "chat route"
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A way in which tokens become what a chat client reads.
+
+    Attributes:
+        does: one sentence for readers.
+        streams: a client's stream comes token by token.
+        needs_vllm: the coordinator runs where vLLM's parsers are, or a derender service does.
+    """
+
+    name: str
+    does: str
+    decode: dict[str, Any]
+    openai: bool = False
+    streams: bool = True
+    needs_vllm: bool = False
+    render_here: bool = False
+    derender_step: bool = False
+
+    def config(self, site: Workers, port: int) -> dict[str, Any]:
+        """Return the coordinator's file for it."""
+        render: dict[str, Any] = {"address": site.render}
+        if self.render_here:
+            render = {"tokenizer": site.model, "max_model_len": site.max_model_len, **site.parsers}
+        ids = {"send_prompt_token_ids": True} if self.openai else {}
+        steps = [
+            {"type": "render", "params": render},
+            {"type": "prefill", "params": ids},
+            {"type": "decode", "params": {**ids, **self.decode}},
+        ]
+        if self.derender_step:
+            steps.append({"type": "derender", "params": {"address": site.derender, "timeout": "0"}})
+        return {
+            "log_level": "warning",
+            "server": {"listen_addr": f"127.0.0.1:{port}"},
+            "pools": {"prefill": {"endpoints": [site.prefill]}, "decode": {"endpoints": [site.decode]}},
+            "pipeline": {"kv_connector": "kv-nixl", "use_openai_format": self.openai, "steps": steps},
+        }
+
+
+@dataclass(frozen=True)
+class Workers:
+    """Where the workers of a site are; ``model`` is the folder with their tokenizer."""
+
+    render: str
+    prefill: str
+    decode: str
+    derender: str | None
+    model: str
+    max_model_len: int
+
+    @property
+    def parsers(self) -> dict[str, str]:
+        return {"tool_parser": "hermes", "reasoning_parser": "qwen3"}
+
+
+MODES = (
+    Mode(COUPLED, "decode on the worker's own `/v1/chat/completions`, with render's token ids", {}, openai=True),
+    Mode(TEXT, "tokens in, `output_mode: text`; nobody parses", {"output_mode": "text", "wrap": ["chat"]}),
+    Mode(
+        TEXT_HERE,
+        "the same, and the coordinator renders in the place of a service",
+        {"output_mode": "text", "wrap": ["chat"]},
+        render_here=True,
+    ),
+    Mode(
+        INLINE,
+        "tokens in, `output_mode: derender`: the worker parses, and does not stream",
+        {"output_mode": "derender", "wrap": ["chat"]},
+        streams=False,
+    ),
+    Mode(
+        KEPT,
+        "tokens in, text out, parsed by the coordinator as it comes",
+        {"derender": "coordinator", "output_mode": "text"},
+        needs_vllm=True,
+    ),
+    Mode(
+        SERVICE,
+        "tokens in, tokens out, and one call of vLLM's derender route per chunk",
+        {"derender": "service", "output_mode": "tokens"},
+        needs_vllm=True,
+        derender_step=True,
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One load: so many clients at a time, each asking again when it was answered, for so many tokens each.
+
+    Attributes:
+        requests: in all.
+        begin_s: none begins after so long.
+        limit_s: after so long answers are cut, and what was seen of them until then is told.
+    """
+
+    site: Site
+    length: int
+    clients: int
+    requests: int
+    begin_s: float
+    limit_s: float
+
+
+def _cells(site: Site, length: int, clients: tuple[int, ...], begin_s: float, limit_s: float) -> tuple[Cell, ...]:
+    return tuple(Cell(site, length, count, max(16, 2 * count), begin_s, limit_s) for count in clients)
+
+
+# The most telling first: a budget that ends leaves out the last.
+SIMULATED = (
+    *_cells("simulator", 64, (1, 8, 32, 64), 6.0, 15.0),
+    *_cells("simulator", 512, (1, 8, 32, 64), 1.0, 20.0),
+    *_cells("simulator", 4096, (1, 64), 1.0, 30.0),
+)
+REAL = (*_cells("vLLM", 64, (1, 8), 10.0, 20.0), *_cells("vLLM", 512, (1, 8), 5.0, 30.0))
+# Streams on the generate route of the decode worker itself, with and without clients of the modes beside them.
+TOKENS_CLIENTS, TOKENS_LENGTH, TOKENS_REQUESTS = 8, 64, 16
+
+SMOKE = tuple(replace(cell, length=8, clients=min(cell.clients, 2), requests=2) for cell in SIMULATED[:2])
+
+# A token every 20 ms for each stream, as a large model on one node gives them to a few dozen clients.
+SIMULATED_ITL_S = 0.02
+
+LEFT_OUT = (
+    "The simulator's front end is Python of ours, so its CPU time says nothing and is not shown; neither are `tokens` "
+    "requests beside others, which contend in a real worker's front end.",
+    "4,096 tokens are asked for by 1 and by 64 clients on the simulator, and cut after 30 s: at a token every "
+    "20 ms they take 82 s. So these rows have no whole answers, and tell of the first 1,500 tokens.",
+    "Real workers run on CPU: four vLLM servers, coordinators and the load share the machine's cores, which carry "
+    "8 clients and short answers; 32 and 64 clients would measure the queue in front of the cores. 4,096 tokens "
+    "with their prompt are more than the context of the test model as it is served here.",
+    "`derender inline` does not stream in vLLM 0.33: its first token comes with its last.",
+)

@@ -1,0 +1,232 @@
+"""What ``bench.rfc`` found, for people: RFC_LATENCY.md with its tables and plots, and what they show in sentences.
+
+``python -m bench.rfc_report`` writes both anew from ``results/rfc.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bench.rfc_cells import COUPLED, INLINE, LEFT_OUT, MODES, SERVICE, SIMULATED_ITL_S, TEXT, TEXT_HERE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+Record = dict[str, Any]
+
+ORDER = [mode.name for mode in MODES]
+SITES = {
+    "simulator": f"Simulated workers, a token every {SIMULATED_ITL_S * 1e3:g} ms for each stream",
+    "vLLM": "Real vLLM 0.33 workers on CPU, a model of 4 MB",
+}
+HEAD = (
+    "| clients | how | first token, ms: p50 | p99 | per output token, ms: p50 | p99 | whole answer, ms: p50 "
+    "| tokens/s | coordinator, µs/token |"
+)
+MORE = " front end, µs/token | derender service, µs/token |"
+
+
+def write(results: dict[str, Any], folder: Path, *, plots: bool) -> str:
+    """Write the report, and return it."""
+    drawn = _plots(results["records"], folder / "results") if plots else []
+    records = results["records"]
+    text = "\n".join((*_head(results), *_tables(records, drawn), *_shows(records), *_tail(results)))
+    (folder / "RFC_LATENCY.md").write_text(text + "\n")
+    return text
+
+
+def _head(results: dict[str, Any]) -> Iterator[str]:
+    machine, stopped = results["machine"], results["stopped"]
+    yield "# The RFC's latency table\n"
+    yield "Who turns tokens into text, and what it costs: what section 12 of the RFC on `output_mode` compares."
+    yield "Each client asks for a streamed chat answer, with thinking and tools, and asks again when it has it.\n"
+    yield "| how | |\n| :-- | :-- |"
+    yield from (f"| {mode.name} | {mode.does} |" for mode in MODES)
+    commit = results["versions"].get("commit")
+    yield f"\n{results['date']}, commit {commit}: `{results['command']}`, {results['wall_s']:,.0f} s"
+    yield (
+        f"on {machine['cores']} cores of {machine['cpu']}, Python {machine['python']}; load before it: "
+        f"{machine['load_before']:.1f}." + (f" It ended early: {stopped}." if stopped else "")
+    )
+    if machine["load_before"] > 0.5:
+        yield "The machine was not quiet: compare rows of one table, and no times with those of another run."
+    yield "\nFirst token: from the request's last byte to the first content that the client reads; parsers show nothing"
+    yield "of `<think>` itself, so parsed streams begin a few tokens later. Per output token: from the first content to"
+    yield "the last, over the number of tokens less one. CPU time is the kernel's count of whole processes."
+
+
+def _tables(records: Sequence[Record], drawn: Sequence[str]) -> Iterator[str]:
+    for site, title in SITES.items():
+        mine = [record for record in records if record.get("site") == site and "mode" in record]
+        if not mine:
+            continue
+        yield f"\n## {title}"
+        for length in sorted({record["length"] for record in mine}):
+            yield f"\n### Answers of {length:,} tokens\n"
+            yield HEAD + (MORE if site == "vLLM" else "")
+            yield "| --: | :-- |" + " --: |" * (9 if site == "vLLM" else 7)
+            rows = [record for record in mine if record["length"] == length]
+            for record in sorted(rows, key=lambda row: (row["clients"], ORDER.index(row["mode"]))):
+                yield _row(record, front_end=site == "vLLM")
+        yield from (f"\n![{name}](results/{name}.png)" for name in drawn if name.startswith(f"rfc-{site}"))
+    beside = [record for record in records if "tokens_beside" in record]
+    if beside:
+        yield "\n## `tokens` requests on the same pod\n"
+        yield "Streams in tokens mode from the decode worker itself, and as many chat clients of one way beside them.\n"
+        yield "| beside | first token, ms: p50 | p99 | per output token, ms: p50 | p99 |"
+        yield "| :-- | --: | --: | --: | --: |"
+        for record in beside:
+            cells = [_shown(record, "ttft_ms", at) for at in ("p50", "p99")]
+            cells += [_shown(record, "tpot_ms", at) for at in ("p50", "p99")]
+            yield f"| {record['tokens_beside']} | {' | '.join(cells)} |"
+
+
+def _row(record: Record, *, front_end: bool) -> str:
+    streams = record["mode"] != INLINE
+    cpu = record.get("cpu_us") or {}
+    cells = [_shown(record, "ttft_ms", "p50"), _shown(record, "ttft_ms", "p99")]
+    cells += [_shown(record, "tpot_ms", at) if streams else "-" for at in ("p50", "p99")]
+    cells += [_shown(record, "whole_ms", "p50") + (f" ({record['cut']} cut)" if record.get("cut") else "")]
+    cells += [f"{record['tokens'] / record['wall_s']:,.0f}" if record.get("wall_s") else "-"]
+    if record["mode"] != SERVICE:
+        cpu = {name: us for name, us in cpu.items() if name != "service"}
+    names = ["coordinator", *(("front end", "service") if front_end else ())]
+    cells += [f"{cpu[name]:,.0f}" if name in cpu else "-" for name in names]
+    return f"| {record['clients']} | {record['mode']} | {' | '.join(cells)} |"
+
+
+def _shown(record: Record, name: str, at: str) -> str:
+    value = (record.get(name) or {}).get(at)
+    return "-" if value is None else f"{value:,.1f}"
+
+
+def _shows(records: Sequence[Record]) -> Iterator[str]:
+    """Say what the numbers say, of this run, also where we lose."""
+    yield "\n## What it shows\n"
+    for site, title in SITES.items():
+        rows = {(r["mode"], r["clients"], r["length"]): r for r in records if r.get("site") == site and "mode" in r}
+        lines = [line for mode in ORDER if mode != COUPLED for line in _against(rows, mode)]
+        if lines:
+            yield f"{title}, each against the chat route with as many clients and tokens:\n"
+            yield from lines
+            yield ""
+        yield from _render_saved(rows)
+    alone = next((r for r in records if r.get("tokens_beside") == "nothing"), None)
+    for record in (r for r in records if r.get("tokens_beside") not in (None, "nothing")):
+        if alone is not None and (ratio := _ratio(record, alone, "tpot_ms")) is not None:
+            beside = record["tokens_beside"]
+            yield f"- A `tokens` stream takes {ratio:.2f} times as long per token beside clients of {beside}."
+
+
+def _against(rows: dict[tuple[str, int, int], Record], mode: str) -> Iterator[str]:
+    """Say how a mode's first token, tokens and CPU time compare, over all cells that have both."""
+    of_mode = {key[1:]: row for key, row in rows.items() if key[0] == mode}
+    pairs = [(row, rows[COUPLED, *key]) for key, row in of_mode.items() if (COUPLED, *key) in rows]
+    if not pairs:
+        return
+    told = []
+    for name, words in (("ttft_ms", "first token"), ("tpot_ms", "each further token")):
+        if mode == INLINE and name == "tpot_ms":
+            continue
+        found = [ratio for ours, theirs in pairs if (ratio := _ratio(ours, theirs, name)) is not None]
+        if found:
+            told.append(f"{words} {_range(found)} times as {'late' if name == 'ttft_ms' else 'long'}")
+    cpu = [
+        ours["cpu_us"]["coordinator"] / theirs["cpu_us"]["coordinator"]
+        for ours, theirs in pairs
+        if ours.get("cpu_us") and (theirs.get("cpu_us") or {}).get("coordinator")
+    ]
+    if cpu:
+        told.append(f"{_range(cpu)} times the coordinator's CPU time")
+    cut = sum(ours.get("cut") or 0 for ours, _ in pairs)
+    unfinished = f"; {cut} answers were not done in time" if cut else ""
+    yield f"- **{mode}**: {', '.join(told)}{unfinished}."
+
+
+def _render_saved(rows: dict[tuple[str, int, int], Record]) -> Iterator[str]:
+    keys = [key[1:] for key in rows if key[0] == TEXT_HERE and (TEXT, *key[1:]) in rows]
+    saved = [
+        rows[TEXT, *key]["ttft_ms"]["p50"] - rows[TEXT_HERE, *key]["ttft_ms"]["p50"]
+        for key in sorted(keys)
+        if rows[TEXT, *key].get("ttft_ms") and rows[TEXT_HERE, *key].get("ttft_ms")
+    ]
+    if saved:
+        at = [f"{ms:.1f} ms with {clients} clients" for ms, (clients, _) in zip(saved, sorted(keys), strict=False)]
+        yield f"Rendering in the coordinator brings the first token sooner by {', '.join(at)}, at p50.\n"
+
+
+def _ratio(ours: Record, theirs: Record, name: str) -> float | None:
+    a, b = (ours.get(name) or {}).get("p50"), (theirs.get(name) or {}).get("p50")
+    return a / b if a and b else None
+
+
+def _range(values: Sequence[float]) -> str:
+    low, high = min(values), max(values)
+    return f"{low:.2f}" if f"{low:.2f}" == f"{high:.2f}" else f"{low:.2f} to {high:.2f}"
+
+
+def _tail(results: dict[str, Any]) -> Iterator[str]:
+    yield "\n## What was left out, and why\n"
+    yield from (f"- {sentence}" for sentence in LEFT_OUT)
+    yield from (f"- {mode}: {why}." for mode, why in results["left_out"].items())
+    failed = [record for record in results["records"] if record.get("errors")]
+    if failed:
+        yield "\n## What did not work\n"
+        for record in failed:
+            known = ("site", "mode", "tokens_beside", "clients", "length")
+            facts = " ".join(str(record[key]) for key in known if key in record)
+            yield f"- {facts}: {record['errors']} errors, such as {record['error']}"
+
+
+def _plots(records: Sequence[Record], folder: Path) -> list[str]:
+    """Draw first token, time per token and CPU time over the number of clients, a picture for each site."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    drawn = []
+    for site, title in SITES.items():
+        mine = [record for record in records if record.get("site") == site and "mode" in record]
+        lengths = sorted({record["length"] for record in mine})
+        if not lengths:
+            continue
+        kinds = (("ttft_ms", "first token, ms"), ("tpot_ms", "per token, ms"), ("cpu_us", "coordinator, µs/token"))
+        figure, axes = pyplot.subplots(len(kinds), len(lengths), figsize=(4.2 * len(lengths), 9), squeeze=False)
+        for column, length in enumerate(lengths):
+            for row, (name, words) in enumerate(kinds):
+                _draw(axes[row][column], [r for r in mine if r["length"] == length], name, words, f"{length:,} tokens")
+        handles, labels = axes[0][0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="lower center", ncols=3)
+        figure.suptitle(title)
+        figure.tight_layout(rect=(0, 0.07, 1, 1))
+        folder.mkdir(parents=True, exist_ok=True)
+        figure.savefig(folder / f"rfc-{site}.png", dpi=90)
+        pyplot.close(figure)
+        drawn.append(f"rfc-{site}")
+    return drawn
+
+
+def _draw(axis: Any, records: Sequence[Record], name: str, words: str, title: str) -> None:
+    at = "coordinator" if name == "cpu_us" else "p50"
+    for mode in ORDER:
+        mine = [record for record in records if record["mode"] == mode and (record.get(name) or {}).get(at)]
+        if name == "tpot_ms" and mode == INLINE:
+            mine = []
+        points = sorted((record["clients"], record[name][at]) for record in mine)
+        axis.plot([x for x, _ in points], [y for _, y in points], marker="o", label=mode)
+    axis.set(title=title, xlabel="clients", ylabel=words, xscale="log", yscale="log")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
+    parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent)
+    folder = parser.parse_args().out
+    write(json.loads((folder / "results" / "rfc.json").read_text()), folder, plots=True)
+
+
+if __name__ == "__main__":
+    main()
