@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
+import signal
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,17 +16,21 @@ import pytest
 import yaml
 from aiohttp import web
 
+from coordinator import reload
 from coordinator.app import FRONT, PLANS, build
 from coordinator.config import Config, load
 from coordinator.listener import Runner
 from coordinator.problems import ConfigError
 from coordinator.reload import AT_START, FileWatch, Reloader, check
+from coordinator.serve import Alone, serve
 from tests.flows.conftest import merged
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Sequence
     from contextlib import AsyncExitStack
     from pathlib import Path
+
+    from coordinator.plan import Plan
 
 CHAT = "/v1/chat/completions"
 DONE = b"data: [DONE]\n\n"
@@ -285,3 +291,64 @@ def test_a_file_that_is_swapped_is_seen_once(tmp_path: Path) -> None:
     assert file.changed() and not file.changed()
     path.unlink()
     assert file.changed() and not file.changed()
+
+
+@pytest.fixture
+def call(dial: Any) -> Callable[..., Any]:
+    """``await call(url, CHAT, body)`` is one answer."""
+
+    async def once(url: str, path: str, body: Any) -> Any:
+        async with dial(url, path, body) as live:
+            await live.head()
+            return await live.rest()
+
+    return once
+
+
+async def test_a_single_process_applies_the_file_on_sighup_and_when_it_changes(
+    scripted: Any, call: Any, ask: Any, tmp_path: Path, eventually: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As ``coordinator serve`` runs, with the environment's overrides each time."""
+    monkeypatch.setattr(reload, "_LOOK_EVERY_S", 0.02)
+    monkeypatch.setenv("COORDINATOR_SERVER_MAX_REQUEST_BODY_SIZE", "3")
+    workers = [await scripted(scripted.json({"of": name})) for name in "abc"]
+    path = tmp_path / "pd.yaml"
+    steered = Steered(str(path))
+
+    async def answered_by(name: str) -> bool:
+        return (await call(steered.url, CHAT, ask())).body["of"] == name
+
+    def write(worker: Any, watch: bool) -> None:
+        path.write_text(yaml.safe_dump(tree(worker.url, config={"watch": watch})))
+
+    write(workers[0], watch=False)
+    serving = asyncio.create_task(serve(load(str(path), os.environ), str(path), steered))
+    try:
+        await eventually(lambda: steered.url)
+        write(workers[1], watch=True)
+        assert await answered_by("a")
+        os.kill(os.getpid(), signal.SIGHUP)
+        await eventually(lambda: answered_by("b"))
+        write(workers[2], watch=True)
+        await eventually(lambda: answered_by("c"))
+        assert steered.plan.config.server.max_request_body_size == 3
+    finally:
+        steered.stops.put_nowait(None)
+        await serving
+
+
+class Steered(Alone):
+    """Tells where it listens, and can be stopped."""
+
+    url = ""
+
+    async def begin(self, app: web.Application, reloader: Reloader, stops: asyncio.Queue[None]) -> None:
+        self.app, self.stops = app, stops
+        await super().begin(app, reloader, stops)
+
+    async def listening(self, addresses: Sequence[str]) -> None:
+        self.url = f"http://{addresses[0]}"
+
+    @property
+    def plan(self) -> Plan:
+        return self.app[FRONT].plan
