@@ -23,6 +23,7 @@ from coordinator.logs import log
 from coordinator.metrics import Metrics
 from coordinator.model_names import ModelNames
 from coordinator.outcome import Recorder
+from coordinator.passage import Passage
 from coordinator.pipeline import Pipeline
 from coordinator.plan import Plan, Plans
 from coordinator.problems import ConfigError, Path, show_path
@@ -91,7 +92,16 @@ def build(config: Config) -> web.Application:
     names = ModelNames()
     recorder = Recorder(metrics, names)
     plan_of = partial(plan, metrics, names)
-    front = Front(plan_of(config, credentials), apis=SERVED, metrics=metrics, recorder=recorder, clock=time.monotonic)
+    passage = Passage()
+    front = Front(
+        plan_of(config, credentials),
+        apis=SERVED,
+        metrics=metrics,
+        recorder=recorder,
+        clock=time.monotonic,
+        proxied=server.proxied_routes,
+        passage=passage,
+    )
     # Sizes are ours to check, with an error body that aiohttp's own 413 does not have.
     app = web.Application(client_max_size=0, middlewares=[json_errors])
     app[FRONT] = front
@@ -107,8 +117,19 @@ def build(config: Config) -> web.Application:
     app[WATCH] = watch
     app[CERTIFICATES] = certificates
     app.add_routes(front.routes(metrics=server.metrics_port is None))
+    if server.proxied_routes:
+        app.cleanup_ctx.append(partial(_passing, passage))
     app.cleanup_ctx.append(_running)
+    for route in server.proxied_routes:
+        if route.danger is not None:
+            log.warning("server.proxied_routes: %s %s, and whoever may ask here may call it", route, route.danger)
     return app
+
+
+async def _passing(passage: Passage, app: web.Application) -> AsyncIterator[None]:
+    await passage.start()
+    yield
+    await passage.close()
 
 
 def plan(

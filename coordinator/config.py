@@ -16,6 +16,7 @@ from coordinator.environment import overrides, put
 from coordinator.outbound import Outbound
 from coordinator.pools import Pools
 from coordinator.problems import ConfigError, Sources, one_of, sentences
+from coordinator.proxied import Routes
 from coordinator.secret import ApiKeys
 from coordinator.section import HeaderName, Section
 from coordinator.tls import parse_suite, parse_version
@@ -159,6 +160,11 @@ class Server(Section):
         description="suites of TLS 1.2 by Go's names, such as TLS_ECDHE_RSA_WITH_AES_128_GCM_SHA256; empty is Python's "
         "own choice",
     )
+    proxied_routes: Routes = Field(
+        (),
+        description="routes of the worker in pools.decode that are passed on as they are, such as POST /tokenize; "
+        "every other one stays out of reach",
+    )
     metrics_models: Annotated[tuple[str, ...], Items] = Field(
         (),
         description="models that metrics name beside those that the decode workers list; any other is called other",
@@ -179,6 +185,11 @@ class Server(Section):
         return not self.checks_keys if self.forward_authorization is None else self.forward_authorization
 
     def _faults(self) -> Iterator[tuple[str, str]]:
+        if self.metrics_port is None and any(route.path == "/metrics" for route in self.proxied_routes):
+            yield (
+                "proxied_routes",
+                "/metrics is the coordinator's own page on this port: write metrics_port to have it elsewhere",
+            )
         if self.metrics_port is not None and 0 < self.metrics_port == self.listen_addr.port:
             yield (
                 "metrics_port",

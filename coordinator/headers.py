@@ -10,7 +10,7 @@ import secrets
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from coordinator.context import Headers, RequestContext
     from coordinator.routing.router import Worker
@@ -79,6 +79,28 @@ def upstream_headers(raw: Iterable[tuple[str, str]], also_drop: frozenset[str] =
 def downstream_headers(raw: Iterable[tuple[str, str]]) -> Headers:
     """Return what of a worker's response headers goes on to the client."""
     return _kept(raw, _NOT_DOWNSTREAM)
+
+
+def passed_up(
+    raw: Iterable[tuple[str, str]], also_drop: frozenset[str], own: Sequence[tuple[str, str]]
+) -> list[tuple[str, str]]:
+    """Return the headers of a request whose body goes on as it is, apart from its compression, which is undone.
+
+    Args:
+        own: what the worker is sent by us, such as a key in place of the client's.
+    """
+    pairs = list(raw)
+    drop = HOP_BY_HOP | ROUTING | {"host", "expect", "x-request-id"} | also_drop | {name.lower() for name, _ in own}
+    if any(name.lower() == "content-encoding" for name, _ in pairs):
+        drop |= {"content-encoding", "content-length", "content-md5", "digest"}
+    if "authorization" in drop:
+        drop |= CREDENTIALS
+    return [*_kept(pairs, drop), *own]
+
+
+def passed_down(raw: Iterable[tuple[str, str]]) -> Headers:
+    """Return the headers of an answer whose body goes back as it is."""
+    return _kept(raw, _NOT_DOWNSTREAM - FRAMING)
 
 
 def leg_headers(ctx: RequestContext, leg: Leg, worker: Worker, attempt: int = 0) -> list[tuple[str, str]]:

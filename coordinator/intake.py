@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -13,6 +14,8 @@ from envelope.errors import BadRequest, ReadTimeout, TooLarge, UnsupportedMedia
 from envelope.json_codec import JSONDecodeError, loads
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator
+
     from coordinator.context import Headers
 
 # What aiohttp inflates by itself. Brotli and zstd depend on what else is installed, so they are not offered.
@@ -50,18 +53,50 @@ class Intake:
             raise self._too_large()
         if request.content_type != "application/json":
             raise UnsupportedMedia(f"Content-Type is {request.content_type}; send the body as application/json")
+        self._check_encoding(request)
+
+    def _check_encoding(self, request: web.BaseRequest) -> None:
         if (encoding := request.headers.get("Content-Encoding", "").strip().lower()) not in _ENCODINGS:
             raise UnsupportedMedia(f"Content-Encoding {encoding} is not understood; send gzip, deflate, or none")
 
+    async def parts(self, request: web.Request) -> AsyncIterator[bytes]:
+        """Yield the body as it comes, of whatever kind it is.
+
+        Raises:
+            UnsupportedMedia, TooLarge, ReadTimeout, BadRequest.
+        """
+        if (request.content_length or 0) > self._max_body_bytes:
+            raise self._too_large()
+        self._check_encoding(request)
+        ends_at = None if self._read_timeout_s is None else asyncio.get_running_loop().time() + self._read_timeout_s
+        left, parts = self._max_body_bytes, request.content.iter_any()
+        while True:
+            with self._told():
+                async with asyncio.timeout_at(ends_at):
+                    part = await anext(parts, None)
+            if part is None:
+                return
+            left -= len(part)
+            if left < 0:
+                raise self._too_large()
+            yield part
+
     async def _read(self, request: web.Request) -> bytes:
         parts, size = [], 0
-        try:
+        with self._told():
             async with asyncio.timeout(self._read_timeout_s):
                 async for part in request.content.iter_any():
                     size += len(part)
                     if size > self._max_body_bytes:
                         raise self._too_large()
                     parts.append(part)
+        return b"".join(parts)
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """Say what is wrong with a body that does not come, or not as it should."""
+        try:
+            yield
         except TimeoutError:
             raise ReadTimeout(
                 f"the request body did not arrive within {self._read_timeout_s:g} s", headers=_CLOSE
@@ -70,7 +105,6 @@ class Intake:
             raise BadRequest(
                 "the request body is broken: its encoding or its framing is wrong", headers=_CLOSE
             ) from None
-        return b"".join(parts)
 
     def _too_large(self) -> TooLarge:
         return TooLarge(f"the request body is larger than {self._max_body_bytes // 2**20} MB", headers=_CLOSE)

@@ -116,6 +116,15 @@ def every_role_has_workers(layout: Layout) -> Iterator[Fault]:
                 yield placed.path(), f"{placed.type} has no workers, write pools.{role}.endpoints or gateway.address"
 
 
+def proxied_routes_have_one_worker(layout: Layout) -> Iterator[Fault]:
+    pool = _pool(layout.config, "decode")
+    if layout.config.server.proxied_routes and (pool is None or len(pool.endpoints or ()) != 1):
+        yield (
+            ("server", "proxied_routes"),
+            "they are those of one worker: write it alone into pools.decode.endpoints, or take the routes out",
+        )
+
+
 def render_has_one_server(layout: Layout) -> Iterator[Fault]:
     pool = _pool(layout.config, "render")
     for placed in layout.of("render"):
@@ -332,6 +341,7 @@ RULES: tuple[Callable[[Layout], Iterator[Fault]], ...] = (
     each_step_stands_once,
     decode_answers,
     every_role_has_workers,
+    proxied_routes_have_one_worker,
     render_has_one_server,
     extras_are_installed,
     every_pool_is_used,

@@ -39,7 +39,9 @@ if TYPE_CHECKING:
     from coordinator.context import Headers
     from coordinator.metrics import Metrics
     from coordinator.outcome import Recorder
+    from coordinator.passage import Passage
     from coordinator.plan import Plan
+    from coordinator.proxied import Route
 
 
 class Front:
@@ -48,13 +50,22 @@ class Front:
     Args:
         apis: the client APIs that are served.
         clock: monotonic seconds.
+        proxied: routes of the local worker that are passed on, by ``passage``.
 
     Attributes:
         page: gives the metrics and their content type; where there are several processes, of all of them.
     """
 
     def __init__(
-        self, plan: Plan, *, apis: Sequence[Format], metrics: Metrics, recorder: Recorder, clock: Callable[[], float]
+        self,
+        plan: Plan,
+        *,
+        apis: Sequence[Format],
+        metrics: Metrics,
+        recorder: Recorder,
+        clock: Callable[[], float],
+        proxied: Sequence[Route] = (),
+        passage: Passage | None = None,
     ) -> None:
         self.plan = plan
         self._apis = tuple(apis)
@@ -62,6 +73,8 @@ class Front:
         self._recorder = recorder
         self._clock = clock
         self.page: Callable[[], Awaitable[tuple[bytes, str]]] = self._own_page
+        self._proxied = tuple(proxied)
+        self._passage = passage
         self.draining = False
         self.in_flight = 0
         self.idle = asyncio.Event()
@@ -77,7 +90,8 @@ class Front:
             web.get("/health", self._healthz),  # where clients of vLLM look, load tools among them
             web.get("/readyz", self._readyz),
         ]
-        return [*posts, *others, *([web.get("/metrics", self._guarded_metrics)] if metrics else [])]
+        passed = [web.route(route.method, route.path, self._pass_on) for route in self._proxied]
+        return [*posts, *others, *passed, *([web.get("/metrics", self._guarded_metrics)] if metrics else [])]
 
     def _handler(self, api: Format) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def handle(request: web.Request) -> web.StreamResponse:
@@ -150,13 +164,13 @@ class Front:
             error.headers = {**error.headers, "Connection": "close"}
         return await refuse(request, api, client_id, error, plan.manner)
 
-    def _enter(self, api: Format, plan: Plan) -> None:
+    def _enter(self, api: str, plan: Plan) -> None:
         plan.enter()
         self.in_flight += 1
         self.idle.clear()
         self._metrics.entered(api, 1)
 
-    def _leave(self, api: Format, plan: Plan) -> None:
+    def _leave(self, api: str, plan: Plan) -> None:
         plan.leave()
         self.in_flight -= 1
         if not self.in_flight:
@@ -244,6 +258,31 @@ class Front:
         finally:
             plan.leave()
             self._recorder.record(route, client_id, None, outcome, self._clock() - begun)
+
+    async def _pass_on(self, request: web.Request) -> web.StreamResponse:
+        """Answer by a route of the local worker."""
+        begun, client_id = self._clock(), request_id(request.headers.get("X-Request-Id"))
+        assert self._passage is not None
+        plan, outcome = self.plan, Outcome(status=500)
+        permit = plan.admission.permit()
+        self._enter("proxied", plan)
+        try:
+            self._check_head(request, plan)
+            if request.method == "POST":  # the others look, and cost nothing
+                await permit.begin()
+            response, outcome.word = await self._passage.pass_on(request, plan, client_id)
+            outcome.status = response.status
+            return response
+        except (asyncio.CancelledError, ConnectionError):
+            outcome.fail(ClientGone("the client left"))
+            raise
+        except ApiError as error:
+            outcome.fail(error)
+            return await self._refuse(request, None, client_id, error, plan)
+        finally:
+            permit.release()
+            self._leave("proxied", plan)
+            self._recorder.record("proxied", client_id, None, outcome, self._clock() - begun)
 
     async def _healthz(self, request: web.Request) -> web.StreamResponse:
         return web.Response(text="ok\n")

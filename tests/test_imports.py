@@ -58,11 +58,11 @@ PLAIN = ("addresses", "admission", "headers", "pipeline", "metrics", "logs", "pa
 CORE = (*CONTRACT, *(f"coordinator.{name}" for name in PLAIN))
 WIRED = (
     *("fetch", "release", "retry", "upstream", "call", "relay", "server", "intake", "listener", "respond", "health"),
-    *("questions", "wire", "bootstrap", "outcome", "attempt", "model_names", "server_timing", "plan"),
+    *("questions", "passage", "wire", "bootstrap", "outcome", "attempt", "model_names", "server_timing", "plan"),
 )
 LOOKUPS = {"coordinator.routing.dns": "dns", "coordinator.routing.kubernetes": "kubernetes_asyncio"}
 IO = (*family("coordinator.routing"), *(f"coordinator.{name}" for name in WIRED))
-SECTIONS = ("config", "pools", "lookup", "section", "environment", "problems", "yaml_file")
+SECTIONS = ("config", "pools", "proxied", "lookup", "section", "environment", "problems", "yaml_file")
 CONFIG = tuple(f"coordinator.{name}" for name in SECTIONS)
 WIRING = ("coordinator.app", "coordinator.cli", "coordinator.demo", "coordinator.serve", "coordinator.reload",
           "coordinator.member", "coordinator.crew", "coordinator.supervisor")
@@ -173,11 +173,11 @@ TABLE = (
         f"the modules that do I/O (routing, {', '.join(WIRED)}) import aiohttp, envelope, the core, "
         "coordinator.units and one another",
         may=(*AIOHTTP, "coordinator.units", *ENVELOPE, *CORE, *IO),
-        types=("coordinator.config", "coordinator.pools", "coordinator.keys", "coordinator.watch"),
+        types=tuple(f"coordinator.{name}" for name in ("config", "pools", "keys", "watch", "proxied")),
     ),
     Row(
         CONFIG,
-        "the modules of the configuration (config, pools, lookup, section, environment, problems, yaml_file) import "
+        f"the modules of the configuration ({', '.join(SECTIONS)}) import "
         "pydantic, envelope, coordinator.units, headers, secret, tls and outbound, and one another; only yaml_file "
         "imports yaml",
         may=(*PYDANTIC, "yaml", *(f"coordinator.{name}" for name in ("units", "headers", "secret", "tls", "outbound")),
