@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from coordinator.outbound import Outbound
     from coordinator.pools import Pool
     from coordinator.routing.discovery import Source
+    from coordinator.routing.health import Health
     from coordinator.routing.router import Router
     from coordinator.step import Step
     from coordinator.tls import Certificate
@@ -104,6 +105,7 @@ def build(config: Config) -> web.Application:
     )
     # Sizes are ours to check, with an error body that aiohttp's own 413 does not have.
     app = web.Application(client_max_size=0, middlewares=[json_errors])
+    metrics.watch_pools(lambda: _healths(front.plan.upstream.links))
     app[FRONT] = front
     app[REFUSED] = recorder.refused
     app[PLAN_OF] = plan_of
@@ -335,16 +337,18 @@ def probes(
     return [
         RoleProbe(
             role,
-            links[role].router.known,
+            router.known,
             () if gateway else tuple(sorted(paths[role] & needed)),
             gateway=gateway,
             tls=links[role].tls,
             our_key=links[role].our_key,
             why_none=finders[role].why_none if finders and role in finders else None,
+            health=router.health if isinstance(router, PoolRouter) else None,
         )
         for role in paths
-        if not isinstance(links[role].router, HeaderRouter)  # its workers are known to the router in front
-        for gateway in [isinstance(links[role].router, GatewayRouter)]
+        for router in [links[role].router]
+        if not isinstance(router, HeaderRouter)  # its workers are known to the router in front
+        for gateway in [isinstance(router, GatewayRouter)]
     ]
 
 
@@ -381,6 +385,12 @@ def _place(role: str, router: Router, limit: int) -> Place:
         return None if worker is None else (f"{role} {worker.url}", limit)
 
     return of
+
+
+def _healths(links: Mapping[str, RoleLink]) -> dict[str, Health]:
+    """Return what is known of the workers of each pool."""
+    routers = ((role, link.router) for role, link in links.items())
+    return {role: router.health for role, router in routers if isinstance(router, PoolRouter) and router.health}
 
 
 def _watches(links: Mapping[str, RoleLink]) -> list[Callable[[], Coroutine[Any, Any, None]]]:

@@ -41,6 +41,7 @@ class Call:
         self.lingering = False  # its client has left, and it is held open for a moment
         self.stale = False  # the connection had been kept, and was dead before any byte of the answer
         self.watched: Watched | None = None
+        self.report: Callable[[Worker, ApiError | None], None] | None = None
         self.connection: Connection = None  # type: ignore[assignment]  # set by ``open``
         self.began = asyncio.get_running_loop().time()
         first = self.began if begun is None else begun
@@ -118,6 +119,10 @@ class Call:
         await self.push(keep)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
+    def ended(self, error: ApiError | None) -> None:
+        if self.report is not None:
+            self.report(self.worker, error)
+
     async def push(self, take: Callable[[bytes], bool]) -> bool:
         """Give the answer's bytes to ``take`` as they come, the first event's included; see ``LiveStream``."""
         if self._head:
@@ -177,6 +182,7 @@ def wire_error(leg: Leg, error: Exception, *, reached: bool = True) -> LegError:
     """Return the error that a failed exchange stands for."""
     if isinstance(error, ConnectFailed):
         nobody = NoWorker(leg.step, f"no {leg.role} worker could be reached", headers=_SOON)
+        nobody.ailing = True
         return retryable(nobody, reached=False)
     if isinstance(error, TimeoutError):
         return LegTimeout(leg.step, "the worker did not answer in time")

@@ -37,6 +37,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from envelope.errors import ApiError
     from envelope.formats import Format
     from envelope.json_codec import Json
 
@@ -57,6 +58,9 @@ class LiveStream(Protocol):
     @property
     def first_event(self) -> bytes:
         """The data of the first event, without ``data:`` and line ends."""
+
+    def ended(self, error: ApiError | None) -> None:
+        """Say how the answer ended, once all of it has been read; None is well. Not said of clients that leave."""
 
     async def push(self, take: Callable[[bytes], bool]) -> bool:
         """Give the bytes to ``take`` as they come; True at the end.

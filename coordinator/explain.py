@@ -15,7 +15,7 @@ from coordinator.headers import leg_headers, leg_id, request_id, upstream_header
 from coordinator.pipeline import Pipeline
 from coordinator.step import Fetched, Reply
 from envelope.client_request import check
-from envelope.errors import BadRequest, NoWorker
+from envelope.errors import ApiError, BadRequest, NoWorker
 from envelope.formats import PATHS, Format
 from envelope.generate import asked_mode
 from envelope.json_codec import dumps
@@ -158,6 +158,9 @@ class _Opened:
     def __init__(self, first_event: bytes) -> None:
         self.first_event = first_event
         self._given = False
+
+    def ended(self, error: ApiError | None) -> None:
+        pass
 
     async def push(self, take: Callable[[bytes], bool]) -> bool:
         if self._given:

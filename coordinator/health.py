@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import ssl
     from collections.abc import Callable, Sequence
 
+    from coordinator.routing.health import Health
     from coordinator.routing.router import Worker
 
 _PROBE_TIMEOUT_S = 3.0
@@ -34,6 +35,7 @@ class RoleProbe:
         tls: how https workers are verified; None is by the system's authorities.
         our_key: what the configuration calls the key that these workers want of us; None where clients have one.
         why_none: says why there are no workers, where they are looked up.
+        health: is told what every worker answers to /health.
     """
 
     role: str
@@ -43,6 +45,7 @@ class RoleProbe:
     tls: ssl.SSLContext | None = None
     our_key: str | None = None
     why_none: Callable[[], str] | None = None
+    health: Health | None = None
 
 
 class Readiness:
@@ -98,6 +101,8 @@ class Readiness:
     async def _fault(self, probe: RoleProbe, worker: Worker, session: aiohttp.ClientSession) -> str | None:
         """Return why a worker cannot be used, or None."""
         fault = await _health_fault(probe, worker, session)
+        if probe.health is not None:
+            probe.health.probed(worker, fault)
         if fault is not None:
             self._proven.discard(worker.url)  # it may come back as another server
         elif worker.url not in self._proven:

@@ -18,13 +18,26 @@ from prometheus_client import (
     Summary,
     generate_latest,
 )
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
 
 from coordinator.pace import GAP_SECONDS, Pace
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from typing import Protocol
+
+    from prometheus_client import Metric
 
     from coordinator.context import Attempt, LegTime
+
+    class PoolHealth(Protocol):
+        """What ``routing.health`` knows of a pool."""
+
+        ejections: int
+
+        def states(self) -> Mapping[str, int]: ...
+
 
 # From a cache hit on a small model to a long prompt on a busy fleet.
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -36,7 +49,13 @@ _WORKERS = 500
 OTHER = "other"
 
 # Of several processes each finds these by itself, and all find the same: the greatest is told, not the sum.
-NOT_SUMMED = frozenset({"coordinator_discovered_workers", "coordinator_discovery_last_success_timestamp_seconds"})
+NOT_SUMMED = frozenset(
+    {
+        "coordinator_workers",
+        "coordinator_discovered_workers",
+        "coordinator_discovery_last_success_timestamp_seconds",
+    }
+)
 
 # What is told of answers that are no use, by the error's class.
 _UNUSABLE = {"LegUnreadable": "unreadable", "LegUnechoed": "not_echoed"}
@@ -84,6 +103,28 @@ def _config_reloads(registry: CollectorRegistry) -> Counter:
         ["result"],
         registry=registry,
     )
+
+
+class Pools(Collector):
+    """What is known of the workers of each pool, looked up when the page is asked for.
+
+    Args:
+        pools: those of now, by role.
+    """
+
+    def __init__(self, pools: Callable[[], Mapping[str, PoolHealth]]) -> None:
+        self._pools = pools
+
+    def collect(self) -> Iterator[Metric]:
+        workers = GaugeMetricFamily("coordinator_workers", "Workers of a pool, by state.", labels=["role", "state"])
+        ejections = CounterMetricFamily(
+            "coordinator_ejections", "Workers that were left out because their legs failed.", labels=["role"]
+        )
+        for role, health in self._pools().items():
+            for state, count in health.states().items():
+                workers.add_metric([role, state], count)
+            ejections.add_metric([role], health.ejections)
+        yield from (workers, ejections)
 
 
 class Metrics:
@@ -270,6 +311,9 @@ class Metrics:
 
     def discovery_failed(self, role: str) -> None:
         self.discovery_failures.labels(role).inc()
+
+    def watch_pools(self, pools: Callable[[], Mapping[str, PoolHealth]]) -> None:
+        self.registry.register(Pools(pools))
 
     def queued(self, change: int) -> None:
         self.requests_queued.inc(change)

@@ -13,7 +13,7 @@ from coordinator.pace import Pace
 from coordinator.relay import ClientSink, pump
 from coordinator.server_timing import server_timing
 from coordinator.shapes import EVENT_STREAM, error_body, error_event, stream_shape, whole_answer
-from envelope.errors import ApiError, ClientGone
+from envelope.errors import ApiError, ClientGone, LegFailed
 from envelope.generate import usage_of
 
 if TYPE_CHECKING:
@@ -139,11 +139,13 @@ class Exchange:
             await pump(answer.source, shape, ClientSink(self._request, stream), pace.mark)
             if shape.error is not None:
                 result.error = "the worker failed in mid-stream"  # its own words may quote the prompt
+            answer.source.ended(None if result.error is None else LegFailed("decode", result.error))
             if result.error is None:
                 await self._end(stream)
             else:
                 hang_up(self._request)  # the worker told of its failure; the end is broken all the same
         except ApiError as error:
+            answer.source.ended(error)
             await self._break_off(stream, error)
             result.error = error.message
         except ConnectionError as error:

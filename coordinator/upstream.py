@@ -153,18 +153,23 @@ class HttpUpstream:
             refused = False
             call = Call(leg, worker, self._pools[leg.role], len(tried), begun, router.weight(ctx))
             call.watched = watched = self._watcher.begin(ctx, leg, worker, len(tried))
+            call.report = router.report
             try:
                 answer = await once(call)
                 watched.answered(answer)
+                if answer is not call:  # a stream that has begun may still break off
+                    router.report(worker, None)
                 return answer
             except LegError as error:
                 watched.settle(type(error).__name__)
+                if not call.stale:
+                    router.report(worker, error)
                 refused = _refused_unread(leg, error)
                 tried.append(worker)
                 error.retryable |= leg.idempotent and isinstance(error, (LegFailed, LegTimeout))
                 if error.retryable:
                     ctx.failed.append(worker)
-                worker = router.pick(ctx, [*tried, *ctx.failed])
+                worker = router.pick(ctx, [*tried, *ctx.failed]) if error.retryable else None
                 if call.stale:  # the worker is well: the request begins again, over a new connection
                     error.elsewhere = True
                     raise

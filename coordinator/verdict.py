@@ -38,6 +38,7 @@ def refusal(leg: Leg, status: int, headers: Mapping[str, str], raw: bytes, our_k
     retry = {"Retry-After": headers["Retry-After"]} if "Retry-After" in headers else {}
     if status == 503:
         busy = LegBusy(leg.step, "the worker answered 503: it is overloaded or starting", headers=retry or _SOON)
+        busy.ailing = not (retry or _is_full(raw))
         return retryable(busy, reached=not _queue_full(leg, raw))
     if status == 504:
         return retryable(LegTimeout(leg.step, "the worker answered 504"))
@@ -49,6 +50,7 @@ def refusal(leg: Leg, status: int, headers: Mapping[str, str], raw: bytes, our_k
     if hint := _our_fault(leg, status, error, our_key):
         ours = LegFailed(leg.step, f"the worker answered {status} on {leg.path}; {hint}")
         ours.reached = False  # refused at the door
+        ours.ailing = False
         return ours
     return LegRejected(leg.step, status, error or _plain(leg, status), headers=retry)
 
@@ -91,8 +93,13 @@ def _queue_full(leg: Leg, raw: bytes) -> bool:
 
     The OpenAI routes tell prefill to free the blocks when they refuse; the generate route does not.
     """
+    return leg.path == PATHS[Format.GENERATE] and _is_full(raw)
+
+
+def _is_full(raw: bytes) -> bool:
+    """Say whether a 503 is the one of vLLM's queue limits."""
     error = _error_object(raw, 503)
-    return leg.path == PATHS[Format.GENERATE] and error is not None and error.get("type") == "Service Unavailable"
+    return error is not None and error.get("type") == "Service Unavailable"
 
 
 def _our_fault(leg: Leg, status: int, error: dict[str, Any] | None, our_key: str | None) -> str | None:

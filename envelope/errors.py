@@ -112,11 +112,13 @@ class LegError(ApiError):
         retryable: another worker may do better: the connection or the worker failed, not the request.
         reached: the worker may have begun to work on the request.
         elsewhere: another worker may be tried: there is one, and a retry to spare.
+        ailing: it speaks against the worker's health, whatever the request was.
     """
 
     retryable = False
     reached = True
     elsewhere = False
+    ailing = False
 
     def __init__(
         self, leg: str, message: str, *, param: str | None = None, headers: dict[str, str] | None = None
@@ -144,14 +146,19 @@ class LegRejected(LegError):
 class LegFailed(LegError):
     status = 502
     type = "BadGatewayError"
+    ailing = True
 
 
 class LegUnreadable(LegFailed):
     """The worker's answer is not what its route answers: no JSON, or another shape."""
 
+    ailing = False
+
 
 class LegUnechoed(LegFailed):
     """The worker did not answer in the output mode that it was asked for."""
+
+    ailing = False
 
 
 class LegBusy(LegError):
@@ -162,6 +169,7 @@ class LegBusy(LegError):
 class LegTimeout(LegError):
     status = 504
     type = "GatewayTimeoutError"
+    ailing = True
 
 
 class NoWorker(LegError):

@@ -18,7 +18,7 @@ from coordinator.outbound import Outbound
 from coordinator.step import Leg, LegLimits, PlanRow
 from coordinator.units import BaseUrl, Duration
 from envelope.derender import chunk_body, derender_path, derendered, derendered_chunk, request_of, whole_body
-from envelope.errors import LegUnreadable
+from envelope.errors import LegError, LegUnreadable
 from envelope.formats import Format
 from envelope.json_codec import JSONDecodeError, dumps, loads_lenient
 from envelope.rebuild import reading
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from coordinator.context import Headers, LiveStream, RequestContext
     from coordinator.step import PipelineSettings, Upstream
+    from envelope.errors import ApiError
     from envelope.json_codec import Json
 
 
@@ -146,6 +147,10 @@ class DerenderedStream:
             if not await self._more():
                 return True
             await self._derender()
+
+    def ended(self, error: ApiError | None) -> None:
+        if not (isinstance(error, LegError) and error.leg == Derender.type):  # which is no fault of the worker's
+            self._live.ended(error)
 
     async def aclose(self) -> None:
         await self._live.aclose()

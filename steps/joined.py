@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from coordinator.context import Headers, LiveStream
+    from envelope.errors import ApiError
 
 # Prefill has ended when decode has its first token; what is still to come is the rest of an answer nobody reads.
 _GRACE_S = 1.0
@@ -38,6 +39,12 @@ class Joined:
             whole = await self._push_beside(take)
         self._whole |= whole
         return whole
+
+    def ended(self, error: ApiError | None) -> None:
+        prefilling = self._prefilling
+        over = prefilling.done() and not prefilling.cancelled()
+        if error is None or not over or prefilling.exception() is not error:  # which has been told of its own worker
+            self._stream.ended(error)
 
     async def aclose(self) -> None:
         await self._stream.aclose()

@@ -70,7 +70,7 @@ class PrefixAffinity:
             before[worker].here = False
         self._ring.use(workers)
 
-    def choose(self, ctx: RequestContext, usable: Usable = None) -> Worker | None:
+    def choose(self, ctx: RequestContext, usable: Usable = None, *, again: bool = False) -> Worker | None:
         blocks = chain(ctx, self._block_tokens)
         seen = self._seen(blocks)
         worker = self._of_those_sent_it(blocks, seen, usable) or self._by_ring(blocks, len(seen), usable)

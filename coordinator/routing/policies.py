@@ -39,8 +39,12 @@ class Policy(Protocol):
     def use(self, workers: Sequence[Worker]) -> None:
         """Choose among these from now on."""
 
-    def choose(self, ctx: RequestContext, usable: Usable = None) -> Worker | None:
-        """Return the worker for a leg of this request; None when no worker may be chosen."""
+    def choose(self, ctx: RequestContext, usable: Usable = None, *, again: bool = False) -> Worker | None:
+        """Return the worker for a leg of this request; None when no worker may be chosen.
+
+        Args:
+            again: another worker had the leg, and failed: that is nobody's turn.
+        """
 
     def why(self, worker: Worker) -> str:
         """Say why this worker, which was chosen last."""
@@ -58,17 +62,18 @@ class RoundRobin:
     def use(self, workers: Sequence[Worker]) -> None:
         self._workers = workers
 
-    def choose(self, ctx: RequestContext, usable: Usable = None) -> Worker | None:
+    def choose(self, ctx: RequestContext, usable: Usable = None, *, again: bool = False) -> Worker | None:
         workers = self._workers
-        for _ in range(len(workers)):
-            self._turn = (self._turn + 1) % len(workers)
-            worker = workers[self._turn]
-            if usable is None or usable(worker):
-                return worker
+        for ahead in range(1, len(workers) + 1):
+            turn = (self._turn + ahead) % len(workers)
+            if usable is None or usable(workers[turn]):
+                # A retry that took a turn would bring each next request to the worker that fails.
+                self._turn = self._turn if again else turn
+                return workers[turn]
         return None
 
     def why(self, worker: Worker) -> str:
-        return f"turn {self._turn + 1} of {len(self._workers)}"
+        return f"number {self._workers.index(worker) + 1} of {len(self._workers)}"
 
 
 class _ByChance:
@@ -100,7 +105,7 @@ class Random(_ByChance):
 
     weighs = False
 
-    def choose(self, ctx: RequestContext, usable: Usable = None) -> Worker | None:
+    def choose(self, ctx: RequestContext, usable: Usable = None, *, again: bool = False) -> Worker | None:
         return self._any(usable)
 
     def why(self, worker: Worker) -> str:
@@ -112,7 +117,7 @@ class PowerOfTwo(_ByChance):
 
     weighs = True
 
-    def choose(self, ctx: RequestContext, usable: Usable = None) -> Worker | None:
+    def choose(self, ctx: RequestContext, usable: Usable = None, *, again: bool = False) -> Worker | None:
         one = self._any(usable)
         other = self._any(usable, but=one)
         return one if other is None or (one is not None and one.tokens <= other.tokens) else other
@@ -170,7 +175,7 @@ class LeastLoaded:
             if len(self._heap) > 4 * len(self._valid) + 64:
                 self._rebuild()
 
-    def choose(self, ctx: RequestContext, usable: Usable = None) -> Worker | None:
+    def choose(self, ctx: RequestContext, usable: Usable = None, *, again: bool = False) -> Worker | None:
         passed_over = []
         while (worker := self._top()) is not None:
             if usable is None or usable(worker):

@@ -61,9 +61,10 @@ class PoolRouter:
 
     def pick(self, ctx: RequestContext, tried: Sequence[Worker] = ()) -> Worker | None:
         self._follow()
-        worker = self.policy.choose(ctx, self._usable(tried, self._max_inflight))
+        again = bool(tried)
+        worker = self.policy.choose(ctx, self._usable(tried, self._max_inflight), again=again)
         if worker is None and self._max_inflight:
-            worker = self.policy.choose(ctx, self._usable(tried, 0))
+            worker = self.policy.choose(ctx, self._usable(tried, 0), again=again)
         if worker is None:
             return None
         if self.health is not None and worker in self.health.on_trial:

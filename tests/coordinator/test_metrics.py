@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.parser import text_string_to_metric_families
 
 from coordinator.context import Attempt, LegTime
-from coordinator.metrics import Metrics, ProcessMetrics
+from coordinator.metrics import Metrics, Pools, ProcessMetrics
 from coordinator.pace import GAP_SECONDS, Pace
 
 
@@ -163,5 +163,25 @@ def test_the_docs_have_every_metric_and_no_other(metrics: Metrics) -> None:
         item._name + ("_total" if item._type == "counter" else ""): (item._type, item._labelnames)
         for item in (*instruments(metrics), ProcessMetrics().restarts)
     }
-    assert documented() == made
+    looked_up = {
+        family.name + ("_total" if family.type == "counter" else ""): (family.type, family._labelnames)
+        for family in Pools(dict).collect()
+    }
+    assert documented() == made | looked_up
     assert len(made) == len(instruments(metrics)) + 1
+
+
+def test_the_workers_of_a_pool_are_counted_when_the_page_is_asked_for(metrics: Metrics) -> None:
+    class Health:
+        ejections = 2
+
+        def states(self) -> dict[str, int]:
+            return {"well": 3, "ejected": 1}
+
+    pools: dict[str, Health] = {}
+    metrics.watch_pools(lambda: pools)
+    assert value(metrics, "coordinator_workers", role="decode", state="well") is None
+    pools["decode"] = Health()
+    assert value(metrics, "coordinator_workers", role="decode", state="well") == 3
+    assert value(metrics, "coordinator_workers", role="decode", state="ejected") == 1
+    assert value(metrics, "coordinator_ejections_total", role="decode") == 2

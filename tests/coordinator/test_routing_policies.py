@@ -23,6 +23,20 @@ def test_round_robin_takes_each_in_its_turn() -> None:
     assert letters(made("round_robin"), 7) == "abcabca"
 
 
+def test_a_retry_takes_no_turn() -> None:
+    """Else of two workers the one that fails would be the first for every request."""
+    router = made("round_robin", URLS[:2])
+    firsts = []
+    for _ in range(6):
+        worker = router.pick(asked())
+        assert worker is not None
+        firsts.append(worker.url[-1])
+        if worker.url[-1] == "a":
+            again = router.pick(asked(), [worker])
+            assert again is not None and again.url[-1] == "b"
+    assert "".join(firsts) == "ababab"
+
+
 def test_random_takes_any_about_as_often_as_another() -> None:
     policy = Random(random.Random(1).random)
     workers = [Worker(url) for url in URLS]

@@ -38,6 +38,10 @@ class Live:
         self.pieces = list(pieces)
         self.first_event = pieces[0].split(b"\n\n")[0].removeprefix(b"data: ")
         self.closed = False
+        self.endings: list[Any] = []
+
+    def ended(self, error: Any) -> None:
+        self.endings.append(error)
 
     async def push(self, take: Callable[[bytes], bool]) -> bool:
         while self.pieces:
@@ -133,6 +137,19 @@ async def test_each_chunk_of_a_stream_takes_one_call_and_sends_the_state_of_the_
     assert [one["finish_reason"] for one in shown] == [None, None, "stop"]
     await ctx.aclose()
     assert live.closed
+
+
+async def test_how_a_stream_ended_is_told_of_the_worker_but_not_that_the_service_failed(
+    derender: Derender, context: Any, upstream: Any
+) -> None:
+    live, cut = Live(event(tokens(5))), LegFailed("decode", "the worker's stream ended early")
+    ctx = context("chat", {**BODIES["chat"], "stream": True}, rendered=RENDERED)
+    ctx.generated = Answer(live, Format.GENERATE, wrap=True, headers=live.headers)
+    await derender.run(ctx, upstream(spoken({"content": "x"}, 1)))
+    for error in (cut, LegFailed("derender", "the worker answered 500"), None):
+        ctx.answer.source.ended(error)
+    assert live.endings == [cut, None]
+    await ctx.aclose()
 
 
 async def test_each_choice_has_a_state_of_its_own(derender: Derender, context: Any, upstream: Any) -> None:

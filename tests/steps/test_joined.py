@@ -24,6 +24,10 @@ class Source:
     def __init__(self) -> None:
         self.items: asyncio.Queue[bytes | None] = asyncio.Queue()
         self.closed = 0
+        self.endings: list[Exception | None] = []
+
+    def ended(self, error: Exception | None) -> None:
+        self.endings.append(error)
 
     async def push(self, take: Callable[[bytes], bool]) -> bool:
         while (item := await self.items.get()) is not None:
@@ -85,6 +89,20 @@ async def test_the_stream_is_given_whole_whichever_leg_ends_first(
         source.items.put_nowait(item)
     assert await stream.push(keep(took)) is True
     assert (took, stream.first_event, stream.headers) == ([b"a", b"b"], b"1", (("x-worker", "1"),))
+
+
+async def test_how_decode_ended_is_told_of_its_worker_but_not_that_prefill_failed(
+    prefill: Prefilling, took: list[bytes]
+) -> None:
+    source, cut, failed = Source(), LegFailed("decode", "cut"), LegFailed("prefill", "the worker answered 500")
+    stream = Joined(source, prefill.task)
+    stream.ended(cut)
+    prefill.ends.set_exception(failed)
+    with pytest.raises(LegFailed) as caught:
+        await stream.push(keep(took))
+    for error in (caught.value, cut, None):
+        stream.ended(error)
+    assert source.endings == [cut, cut, None]
 
 
 async def test_a_prefill_that_ends_in_between_changes_nothing(prefill: Prefilling, took: list[bytes]) -> None:
