@@ -36,8 +36,8 @@ class InProcess(StepParams):
 
     tokenizer: str | None = Field(
         default=None,
-        description="render here, with the tokenizer and chat template of this folder; text of chat and completions "
-        "only; needs pd-coordinator[render]",
+        description="render here, with the tokenizer and chat template of this folder; text of chat, completions "
+        "and messages; needs pd-coordinator[render]",
     )
     max_model_len: Count | None = Field(
         default=None, description="the workers' context length in tokens, as their /v1/models says it"

@@ -67,7 +67,7 @@ CONFIG = tuple(f"coordinator.{name}" for name in SECTIONS)
 WIRING = ("coordinator.app", "coordinator.cli", "coordinator.demo", "coordinator.serve", "coordinator.reload",
           "coordinator.member", "coordinator.crew", "coordinator.supervisor")
 RENDERING = family("coordinator.rendering")
-RENDERING_PLAIN = ("fields", "conversation", "tokenizer", "parsers", "sampling", "threads", "renderer")
+RENDERING_PLAIN = ("anthropic", "fields", "conversation", "tokenizer", "parsers", "sampling", "threads", "renderer")
 STEPS_SHARE = ("steps.joined", "steps.params", "steps.prompt")
 # With the packages that hold their own types: URL, CIMultiDict, ErrorDetails.
 AIOHTTP = ("aiohttp", "httptools", "multidict", "yarl")

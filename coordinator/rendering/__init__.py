@@ -1,6 +1,7 @@
 """Rendering in this process: what vLLM's render service does for text, without asking it.
 
 ``fields``        a client's body as vLLM reads it: types, defaults, what is refused
+``anthropic``     Anthropic's messages as a chat request
 ``conversation``  the messages as a chat template is given them
 ``template``      what a chat template tells of itself
 ``tokenizer``     the model's tokenizer and chat template, through transformers

@@ -30,7 +30,7 @@ _TEXT_PARTS = {
     "thinking": "thinking",
 }
 # An attribution header that Claude Code changes with every request: kept, it would spoil every prefix cache.
-_BILLING = "x-anthropic-billing-header"
+BILLING = "x-anthropic-billing-header"
 
 
 def conversation(messages: list[Json], *, parts: bool, developers: bool) -> list[Json]:
@@ -96,7 +96,7 @@ def _without_billing(items: list[Any]) -> Iterator[Any]:
     for item in items:
         is_text = isinstance(item, dict) and item.get("type") == "text"
         text = item.get("text") if is_text else item
-        if not isinstance(text, str) or not text.startswith(_BILLING):
+        if not isinstance(text, str) or not text.startswith(BILLING):
             yield item
         elif rest := text.partition("\n")[2]:
             yield {**item, "text": rest} if is_text else rest

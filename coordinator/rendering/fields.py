@@ -30,13 +30,13 @@ _SERVICE_ONLY = (
 _CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
-class _Read(BaseModel):
+class ReadFields(BaseModel):
     """What is read of an object; other keys are ignored, as vLLM does."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, protected_namespaces=())
 
 
-class StructuredOutputs(_Read):
+class StructuredOutputs(ReadFields):
     json_: str | dict[str, Any] | None = Field(None, alias="json")
     regex: str | None = None
     choice: list[str] | None = None
@@ -47,23 +47,23 @@ class StructuredOutputs(_Read):
     whitespace_pattern: str | None = None
 
 
-class RepetitionDetection(_Read):
+class RepetitionDetection(ReadFields):
     max_pattern_size: int = 0
     min_pattern_size: int = 0
     min_count: int = 0
 
 
-class JsonSchema(_Read):
+class JsonSchema(ReadFields):
     name: str
     schema_: dict[str, Any] | None = Field(None, alias="schema")
 
 
-class ResponseFormat(_Read):
+class ResponseFormat(ReadFields):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
-class Function(_Read):
+class Function(ReadFields):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -71,7 +71,7 @@ class Function(_Read):
     defer_loading: bool | None = None
 
 
-class Tool(_Read):
+class Tool(ReadFields):
     type: Literal["function"] = "function"
     function: Function
     defer_loading: bool | None = None
@@ -88,16 +88,16 @@ class Tool(_Read):
         return {"type": self.type, "function": function, **outer}
 
 
-class NamedFunction(_Read):
+class NamedFunction(ReadFields):
     name: str
 
 
-class NamedTool(_Read):
+class NamedTool(ReadFields):
     function: NamedFunction
     type: Literal["function"] = "function"
 
 
-class ClientFields(_Read):
+class ClientFields(ReadFields):
     """What chat and completions have in common."""
 
     max_tokens_names: ClassVar[tuple[str, ...]]
@@ -185,7 +185,7 @@ def _one(constraint: Json) -> Json:
     return constraint
 
 
-Fields = TypeVar("Fields", bound=ClientFields)
+Fields = TypeVar("Fields", bound=ReadFields)
 
 
 class ChatFields(ClientFields):
@@ -262,7 +262,7 @@ def read_chat(body: Json) -> ChatFields:
         )
     if body.get("tools") and "tool_choice" not in body:
         body = {**body, "tool_choice": "auto"}
-    fields = _read(ChatFields, body)
+    fields = read(ChatFields, body)
     _check_tool_choice(fields)
     for at, message in enumerate(fields.messages):
         if not isinstance(message.get("role"), str):
@@ -280,7 +280,7 @@ def read_completion(body: Json, prompt: str) -> CompletionFields:
     given = {**body, "prompt": prompt}
     if given.get("max_tokens") is None:
         given["max_tokens"] = 16
-    fields = _read(CompletionFields, given)
+    fields = read(CompletionFields, given)
     if fields.logprob_token_ids and fields.only_echoes:
         raise BadRequest(
             "`logprob_token_ids` is not supported when `echo=True` and `max_tokens=0` because no output tokens are "
@@ -345,10 +345,15 @@ def _check_tool_choice(fields: ChatFields) -> None:
         )
 
 
-def _read(model: type[Fields], body: Json) -> Fields:
+def read(model: type[Fields], body: Json) -> Fields:
+    """
+    Raises:
+        BadRequest: the body is not what the model describes.
+    """
     try:
         return model.model_validate(body)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise BadRequest(f"{where}: {first['msg']}", param=where) from None
+        said = first["msg"].removeprefix("Value error, ")
+        raise BadRequest(f"{where}: {said}" if where else said, param=where or None) from None

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-from coordinator.rendering import fields, sampling, tokenizer
+from coordinator.rendering import anthropic, fields, sampling, tokenizer
 from coordinator.rendering.conversation import NEEDS_SERVICE, conversation, count_tool_calls
 from coordinator.rendering.parsers import REASONING_PARSERS, TOOL_PARSERS, Adjusted, Parsers
 from coordinator.rendering.threads import Threads
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from coordinator.rendering.tokenizer import Encoded, Tokenizer
     from envelope.json_codec import Json
 
-APIS = (Format.CHAT, Format.COMPLETIONS)
+APIS = (Format.CHAT, Format.COMPLETIONS, Format.MESSAGES)
 
 # vLLM's --cohere-format: it stands among the template kwargs of every model.
 _VLLM_KWARGS: Json = {"cohere_format": "cmd4"}
@@ -102,6 +102,8 @@ class Renderer:
             return self._chat(fields.read_chat(body), request_id)
         if api is Format.COMPLETIONS:
             return self._completion(body, request_id)
+        if api is Format.MESSAGES:
+            return self._messages(body, request_id)
         raise BadRequest(NEEDS_SERVICE.format(f"the {api} API"))
 
     async def run(self) -> None:
@@ -132,6 +134,31 @@ class Renderer:
                 "history_tool_call_cnt": count_tool_calls(asked.messages),
             },
         }
+
+    def _messages(self, body: Json, request_id: str) -> Json:
+        template = self.tokenizer.template
+        thinking = body.get("thinking")
+        off = isinstance(thinking, dict) and thinking.get("type") == "disabled"
+        asked = anthropic.read_messages(
+            body,
+            system_first=template is None or not template.system_later,
+            disabled_effort=self._disabled_effort if off else "none",
+        )
+        return self._chat(asked, request_id)
+
+    @cached_property
+    def _disabled_effort(self) -> str:
+        """The effort that disabled thinking is: low, where the template refuses none or takes it for another."""
+        none = self._probed("none")
+        seen = [self._probed(effort) for effort in anthropic.EFFORTS]
+        return "low" if none is None or none in seen else "none"
+
+    def _probed(self, effort: str) -> str | None:
+        asked = fields.read_chat({"messages": [{"role": "user", "content": "Hi"}], "reasoning_effort": effort})
+        try:
+            return self._templated(asked, None, self._kwargs(asked))
+        except BadRequest:
+            return None
 
     def _completion(self, body: Json, request_id: str) -> Json:
         prompt = single_prompt(body)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Literal
 
+import jinja2
 import jinja2.ext
 import jinja2.meta
 from jinja2 import nodes
@@ -49,6 +50,22 @@ def parse(template: str) -> nodes.Template:
 def variables(template: str) -> frozenset[str]:
     """Return the variables that a template reads and does not set."""
     return frozenset(jinja2.meta.find_undeclared_variables(parse(template)))
+
+
+def takes_system_later(template: str) -> bool:
+    """Say whether a template takes a system message after the first one; many refuse it.
+
+    Source: vLLM 0.33 ``AnthropicServingMessages._detect_merge_inline_system``.
+    """
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+    )
+    messages = [{"role": role, "content": "t"} for role in ("system", "user", "system", "user")]
+    try:
+        environment.from_string(template).render(messages=messages, add_generation_prompt=False)
+    except jinja2.TemplateError:
+        return False
+    return True
 
 
 def content_format(template: str) -> ContentFormat:

@@ -102,12 +102,14 @@ class Template:
     Attributes:
         parts: it takes content as a list of parts.
         developers: it knows messages of developers.
+        system_later: it takes system messages after the first message.
         variables: what a client may set in it.
     """
 
     text: str
     parts: bool
     developers: bool
+    system_later: bool
     variables: frozenset[str]
 
 
@@ -220,7 +222,8 @@ def _template(model: Any, file: str | None, content_format: ContentFormat | None
     except TemplateError as error:
         raise ValueError(f"the chat template is no Jinja template: {error}") from None
     developers = '"developer"' in text or "'developer'" in text
-    return Template(text, found == "openai", developers, frozenset(variables) - {"chat_template", "tokenize"})
+    later = template.takes_system_later(text)
+    return Template(text, found == "openai", developers, later, frozenset(variables) - {"chat_template", "tokenize"})
 
 
 def _base_parameters(model: Any) -> set[str]:

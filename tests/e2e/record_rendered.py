@@ -15,7 +15,8 @@ from typing import Any
 from tests.coordinator.rendering.requests import REFUSED, REQUESTS
 
 FILE = Path(__file__).resolve().parents[1] / "data" / "rendered.json"
-PATHS = {"chat": "/v1/chat/completions/render", "completions": "/v1/completions/render"}
+PATHS = {"chat": "/v1/chat/completions/render", "completions": "/v1/completions/render",
+         "messages": "/v1/messages/render"}
 
 
 def ask(url: str, api: str, body: dict[str, Any]) -> tuple[int, Any]:

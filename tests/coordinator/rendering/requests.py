@@ -154,6 +154,74 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
     "text offsets": text(return_token_offsets=True, skip_special_tokens=False),
 }  # fmt: skip
 
+def anthropic(**fields: Any) -> tuple[str, dict[str, Any]]:
+    return "messages", {"model": "tiny", "messages": HI, "max_tokens": 40, **fields}
+
+
+SEARCH = {"name": "search", "description": "Look it up.", "input_schema": {"properties": {"q": {"type": "string"}}}}
+NOW = {"name": "now", "input_schema": {"type": "object"}, "strict": True}
+BLOCKS = [
+    {"role": "user", "content": [{"type": "text", "text": "Weather?"}, {"type": "text", "text": "In Oslo."}]},
+    {
+        "role": "assistant",
+        "content": [
+            {"type": "thinking", "thinking": "A call.", "signature": "x"},
+            {"type": "redacted_thinking", "data": "x"},
+            {"type": "text", "text": "I look."},
+            {"type": "tool_use", "id": "a", "name": "search", "input": {"q": "Oslo"}},
+            {"type": "tool_use", "id": "b", "name": "now", "input": {}},
+        ],
+    },
+    {
+        "role": "user",
+        "content": [
+            {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "text", "text": "sun"}, {"type": "text"}]},
+            {"type": "tool_result", "tool_use_id": "b", "content": "12:00", "is_error": False},
+            {"type": "text", "text": "Go on."},
+        ],
+    },
+]
+
+REQUESTS |= {
+    "messages": anthropic(),
+    "messages, streamed": anthropic(stream=True),
+    "messages, sampling": anthropic(temperature=0.3, top_p=0.8, top_k=4, stop_sequences=["END", "."], metadata={}),
+    "messages, xargs": anthropic(vllm_xargs={"a": 1}, cache_salt="s"),
+    "messages, system": anthropic(system="Be terse."),
+    "messages, system blocks": anthropic(system=[
+        {"type": "text", "text": "x-anthropic-billing-header: a"}, {"type": "text", "text": "Be terse."},
+        {"type": "text", "text": " Please.", "cache_control": {"type": "ephemeral"}}]),
+    "messages, system later": anthropic(messages=[*HI, {"role": "system", "content": "Now briefly."}, *HI]),
+    "messages, system later in blocks": anthropic(
+        messages=[*HI, {"role": "system", "content": [{"type": "text", "text": "Now"}]},
+                  {"role": "system", "content": "x-anthropic-billing-header: b"}, *HI]),
+    "messages, blocks": anthropic(messages=BLOCKS, tools=[SEARCH, NOW]),
+    "messages, assistant's result": anthropic(messages=[*HI, {"role": "assistant", "content": [
+        {"type": "tool_result", "tool_use_id": "a", "content": "x"}, {"type": "text", "text": ""}]}, *HI]),
+    "messages, nothing said": anthropic(messages=[*HI, {"role": "assistant", "content": []},
+                                                  {"role": "user", "content": []}, *HI]),
+    "messages, tools": anthropic(tools=[SEARCH]),
+    "messages, no tools": anthropic(tools=[]),
+    "messages, tools loaded later": anthropic(tools=[{**SEARCH, "defer_loading": True}]),
+    "messages, any tool": anthropic(tools=[SEARCH, NOW], tool_choice={"type": "any"}),
+    "messages, one tool at a time": anthropic(tools=[SEARCH],
+                                              tool_choice={"type": "auto", "disable_parallel_tool_use": True}),
+    "messages, named tool": anthropic(tools=[SEARCH, NOW], tool_choice={"type": "tool", "name": "now"}),
+    "messages, tools none": anthropic(tools=[SEARCH], tool_choice={"type": "none"}),
+    "messages, tools changed": anthropic(
+        tools=[SEARCH, {**NOW, "defer_loading": True}],
+        messages=[*HI, {"role": "system", "content": [
+            {"type": "tool_removal", "tool": {"type": "tool_reference", "name": "search"}},
+            {"type": "tool_addition", "tool": {"type": "tool_reference", "name": "now"}},
+            {"type": "tool_addition", "tool": {"type": "tool_definition", "definition": {**SEARCH, "name": "find"}}},
+        ]}, *HI]),
+    "messages, thinking": anthropic(thinking={"type": "enabled", "budget_tokens": 1024}, max_tokens=2000),
+    "messages, thinking off": anthropic(thinking={"type": "disabled"}),
+    "messages, thinking adaptive": anthropic(thinking={"type": "adaptive"}, output_config={"effort": "high"}),
+    "messages, format": anthropic(output_config={"format": {"type": "json_schema", "schema": SCHEMA}}),
+    "messages, kwargs": anthropic(chat_template_kwargs={"enable_thinking": False}),
+}  # fmt: skip
+
 # What vLLM refuses must be refused here as well, with the same status.
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "too long": chat(messages=[{"role": "user", "content": "there " * 4200}]),
@@ -202,5 +270,25 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "interval": chat(stream_interval=0),
     "type": chat(temperature="hot"),
     "empty text": text(""),
+    "messages without a cap": ("messages", {"model": "tiny", "messages": HI}),
+    "messages without a model": ("messages", {"messages": HI, "max_tokens": 5}),
+    "messages, cap of none": anthropic(max_tokens=0),
+    "messages, cap over the context": anthropic(max_tokens=5000),
+    "messages, small budget": anthropic(thinking={"type": "enabled", "budget_tokens": 5}),
+    "messages, no budget": anthropic(thinking={"type": "enabled"}),
+    "messages, large budget": anthropic(thinking={"type": "enabled", "budget_tokens": 1024}, max_tokens=1024),
+    "messages, nameless tool": anthropic(tools=[SEARCH], tool_choice={"type": "tool"}),
+    "messages, unknown block": anthropic(messages=[{"role": "user", "content": [{"type": "poem"}]}]),
+    "messages, unknown role": anthropic(messages=[{"role": "tool", "content": "x"}]),
+    "messages, change by a user": anthropic(messages=[{"role": "user", "content": [
+        {"type": "tool_removal", "tool": {"type": "tool_reference", "name": "search"}}]}]),
+    "messages, change in system": anthropic(system=[
+        {"type": "tool_removal", "tool": {"type": "tool_reference", "name": "search"}}]),
+    "messages, change of nothing": anthropic(messages=[{"role": "system", "content": [{"type": "tool_addition"}]}]),
+    "messages, removal of a definition": anthropic(messages=[{"role": "system", "content": [
+        {"type": "tool_removal", "tool": {"type": "tool_definition", "definition": SEARCH}}]}]),
+    "messages, change of an unknown tool": anthropic(messages=[*HI, {"role": "system", "content": [
+        {"type": "tool_removal", "tool": {"type": "tool_reference", "name": "other"}}]}]),
+    "messages, many stops": anthropic(stop_sequences=["a", "b", "c", "d", "e"]),
     "ids' logprobs, echoed": text(logprobs=1, logprob_token_ids=[4], echo=True, max_tokens=0),
 }  # fmt: skip

@@ -10,7 +10,7 @@ import pytest
 from coordinator.rendering.renderer import Model, Renderer
 from tests.coordinator.rendering.compare import normal
 from tests.coordinator.rendering.conftest import DATA, MODEL
-from tests.coordinator.rendering.requests import ADD, HI, REFUSED, REQUESTS, WEATHER, chat, text
+from tests.coordinator.rendering.requests import ADD, HI, REFUSED, REQUESTS, WEATHER, anthropic, chat, text
 
 RECORDED: dict[str, Any] = json.loads((DATA / "rendered.json").read_text())
 # Of a model whose tokenizer is not here, and which has no generation config: all but the tokens can be compared.
@@ -70,7 +70,9 @@ NEED_A_SERVICE = {
     "format beside strict tools": chat(tools=[ADD], response_format={"type": "json_object"}),
     "media": chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://a/b"}}]}]),
     "tool reference": chat(messages=[{"role": "user", "content": [{"type": "tool_reference", "name": "a"}]}]),
-    "another API": ("messages", {"messages": HI, "max_tokens": 5}),
+    "another API": ("responses", {"input": "hi"}),
+    "tool reference in a result": anthropic(messages=[{"role": "user", "content": [{"type": "tool_result",
+        "tool_use_id": "a", "content": [{"type": "tool_reference", "tool_name": "x"}]}]}]),
 }
 
 
@@ -205,6 +207,39 @@ def test_a_model_without_a_template_still_has_completions(rendered: Any, tmp_pat
     assert rendered(*text(), base)[0] == 200
     status, answer = rendered(*chat(), base)
     assert (status, "chat template" in answer["error"]["message"]) == (400, True)
+
+
+@pytest.mark.parametrize(
+    ("template", "roles"),
+    [
+        ("{% for m in messages %}{{ m.role[0] }}{% endfor %}", "usu"),
+        ("{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('no') }}{% endif %}"
+         "{{ m.role[0] }}{% endfor %}", "suu"),
+    ],
+)  # fmt: skip
+def test_system_messages_of_messages_clients_come_first_where_a_template_insists(
+    rendered: Any, tmp_path: Any, template: str, roles: str
+) -> None:
+    file = tmp_path / "t.jinja"
+    file.write_text(template)
+    messages = [*HI, {"role": "system", "content": "Now."}, *HI]
+    by = without_parsers(chat_template=str(file))
+    _, answer = rendered(*anthropic(messages=messages), by)
+    assert by.tokenizer.encode(roles, add_special_tokens=False).token_ids == answer["token_ids"]
+
+
+@pytest.mark.parametrize(
+    ("template", "effort"),
+    [("{{ reasoning_effort }}", "none"), ("x{{ 'thinks' if enable_thinking else '' }}", "none"), ("always", "low"),
+     ("{% if reasoning_effort == 'none' %}{{ raise_exception('no') }}{% endif %}x", "low")],
+)  # fmt: skip
+def test_disabled_thinking_is_the_effort_that_the_template_knows(
+    rendered: Any, tmp_path: Any, template: str, effort: str
+) -> None:
+    file = tmp_path / "t.jinja"
+    file.write_text(template)
+    status, answer = rendered(*anthropic(thinking={"type": "disabled"}), without_parsers(chat_template=str(file)))
+    assert (status, answer["parse_context"]["chat_template_kwargs"]["reasoning_effort"]) == (200, effort)
 
 
 def test_a_model_without_generation_config_has_the_api_s_defaults(rendered: Any, tmp_path: Any) -> None:
