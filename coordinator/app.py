@@ -39,6 +39,7 @@ from coordinator.routing.policies import RoundRobin
 from coordinator.routing.pool import PoolRouter
 from coordinator.rules import ROLES
 from coordinator.server import Front
+from coordinator.tracing import PASSING
 from coordinator.units import megabytes_to_bytes
 from coordinator.upstream import HttpUpstream, RoleLink
 from coordinator.watch import Watch
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
     from coordinator.admission import Place
     from coordinator.config import Config
     from coordinator.context import RequestContext
+    from coordinator.otel import OtelTracing
     from coordinator.outbound import Outbound
     from coordinator.pools import Pool
     from coordinator.routing.discovery import Source
@@ -91,7 +93,8 @@ def build(config: Config) -> web.Application:
     main = credentials.certificate(server, "cert_path", watch) if server.secure_serving else None
     certificates = main, credentials.certificate(server, "metrics_cert_dir", watch)
     names = ModelNames()
-    recorder = Recorder(metrics, names)
+    tracing = _spans(config) if config.tracing else None
+    recorder = Recorder(metrics, names, tracing or PASSING)
     plan_of = partial(plan, metrics, names)
     passage = Passage()
     front = Front(
@@ -119,6 +122,8 @@ def build(config: Config) -> web.Application:
     app[WATCH] = watch
     app[CERTIFICATES] = certificates
     app.add_routes(front.routes(metrics=server.metrics_port is None))
+    if tracing is not None:
+        app.cleanup_ctx.append(tracing.running)  # the first to begin is the last to end
     if server.proxied_routes:
         app.cleanup_ctx.append(partial(_passing, passage))
     app.cleanup_ctx.append(_running)
@@ -126,6 +131,22 @@ def build(config: Config) -> web.Application:
         if route.danger is not None:
             log.warning("server.proxied_routes: %s %s, and whoever may ask here may call it", route, route.danger)
     return app
+
+
+def _spans(config: Config) -> OtelTracing:
+    """
+    Raises:
+        ConfigError: OpenTelemetry is not installed, or the environment asks it for what it cannot do.
+    """
+    try:
+        from coordinator.otel import OtelTracing
+
+        return OtelTracing(os.environ)
+    except ImportError:
+        fault = "needs OpenTelemetry: pip install 'pd-coordinator[otel]', or write false"
+    except ValueError as wrong:
+        fault = str(wrong)
+    raise ConfigError([config.sources.problem(("tracing",), fault)])
 
 
 async def _passing(passage: Passage, app: web.Application) -> AsyncIterator[None]:

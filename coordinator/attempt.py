@@ -9,14 +9,16 @@ from coordinator.context import Attempt
 from coordinator.logs import TRACE, log
 from coordinator.redact import redacted
 from coordinator.step import Reply
+from coordinator.tracing import UNTOLD
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from coordinator.context import RequestContext
+    from coordinator.context import Headers, RequestContext
     from coordinator.metrics import Metrics
     from coordinator.routing.router import Worker
     from coordinator.step import Leg
+    from coordinator.tracing import LegTrace
 
 
 class Watcher:
@@ -37,21 +39,30 @@ class Watcher:
         ctx.attempts.append(attempt)
         if log.isEnabledFor(TRACE):
             log.log(TRACE, "leg body", extra={"fields": {**_named(ctx, attempt), "body": redacted(leg.body)}})
-        return Watched(attempt, self._metrics, self._clock, ctx)
+        trace = UNTOLD if ctx.trace is None else ctx.trace.leg(leg, worker.url, number)
+        return Watched(attempt, trace, self._metrics, self._clock, ctx)
 
 
 class Watched:
     """One call under way."""
 
-    __slots__ = ("_clock", "_ctx", "_metrics", "_settled", "attempt")
+    __slots__ = ("_clock", "_ctx", "_metrics", "_settled", "_trace", "attempt")
 
-    def __init__(self, attempt: Attempt, metrics: Metrics, clock: Callable[[], float], ctx: RequestContext) -> None:
+    def __init__(
+        self, attempt: Attempt, trace: LegTrace, metrics: Metrics, clock: Callable[[], float], ctx: RequestContext
+    ) -> None:
         self.attempt = attempt
+        self._trace = trace
         self._metrics = metrics
         self._clock = clock
         self._ctx = ctx
         self._settled = False
         metrics.leg_opened(attempt)
+
+    @property
+    def headers(self) -> Headers:
+        """What the call carries of trace context."""
+        return self._trace.headers
 
     def answered(self, answer: object) -> None:
         """Note a whole answer, or the first event of a stream."""
@@ -75,6 +86,7 @@ class Watched:
     def close(self) -> None:
         """Note that the worker has nothing more to do for us; call it once."""
         self._metrics.leg_closed(self.attempt)
+        self._trace.end(self.attempt)
 
 
 def _named(ctx: RequestContext, attempt: Attempt) -> dict[str, object]:

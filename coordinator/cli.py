@@ -11,13 +11,13 @@ import asyncio
 import json
 import os
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coordinator import registry
 from coordinator.config import ConfigError, load
 from coordinator.logs import LEVELS, set_up
+from coordinator.version import version
 from envelope.errors import ApiError
 from envelope.formats import PATHS, Format
 from envelope.json_codec import JSONDecodeError, loads
@@ -219,16 +219,9 @@ def _header(text: str) -> tuple[str, str]:
     return name.strip(), value.strip()
 
 
-def _version() -> str:
-    try:
-        return version("pd-coordinator")
-    except PackageNotFoundError:
-        return "unknown (not installed)"
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="coordinator", description="Drive OpenAI requests through split vLLM fleets.")
-    parser.add_argument("--version", action="version", version=f"%(prog)s {_version()}")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {version()}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def command(name: str, help_text: str, run_command: Any, *, config: bool = True) -> argparse.ArgumentParser:

@@ -54,17 +54,6 @@ def _level(value: object) -> object:
     raise ValueError(one_of(value, ["1 (warning)", "2 (info)", "3 (verbose)", "4 (debug)", "5 (trace)"]))
 
 
-def _unless_set(what: str) -> AfterValidator:
-    """Refuse any value but an empty one."""
-
-    def refuse(value: Any) -> Any:
-        if value:
-            raise ValueError(f"{what} comes in a later release, take the key out")
-        return value
-
-    return AfterValidator(refuse)
-
-
 KvConnectorName = Literal["kv-shared-storage", "kv-nixl", "kv-lmcache", "kv-mooncake", "kv-offloading", "kv-sglang"]
 EcConnectorName = Literal["ec-shared-storage", "ec-nixl"]
 TlsVersion = Annotated[str, AfterValidator(parse_version)]
@@ -289,8 +278,10 @@ class Config(Section):
         WithJsonSchema({"enum": [*_LEVELS, *dict.fromkeys(_LEVELS.values())]}),
     ] = Field("info", description="1 or warning, 2 or info, 3 (verbose) and 4 or debug, 5 or trace")
     log_format: Literal["json", "human"] = Field("json", description="json for machines, human for a terminal")
-    tracing: Annotated[bool, _unless_set("tracing")] = Field(
-        False, description="OpenTelemetry spans; only false for now"
+    tracing: bool = Field(
+        False,
+        description="export OpenTelemetry spans, to where OTEL_EXPORTER_OTLP_ENDPOINT and its like say; needs the "
+        "extra otel; trace context is passed on all the same",
     )
     config: File = Field(default_factory=File, description="the file itself")
     server: Server = Field(default_factory=Server, description="the coordinator's own listener")

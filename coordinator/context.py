@@ -20,6 +20,7 @@ slot                  set by                  read by
 ``blocks``            routing                 routing (what the prompt begins with)
 ``places``            server                  pipeline (gives prefill's back early)
 ``queued_s``          server                  the access log, Server-Timing
+``trace``             server                  upstream (a span for each call of a worker)
 ``generated``         decode (of a service's  derender
                       derender alone)
 ``answer``            conditional-decode,     pipeline, respond
@@ -187,6 +188,7 @@ class RequestContext:
     places: Places | None = None
     carried: dict[str, str] = field(default_factory=dict)
     queued_s: float = 0.0
+    trace: Any = None
     generated: Answer | None = None
     answer: Answer | None = None
     attempts: list[Attempt] = field(default_factory=list)

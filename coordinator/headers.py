@@ -103,11 +103,14 @@ def passed_down(raw: Iterable[tuple[str, str]]) -> Headers:
     return _kept(raw, _NOT_DOWNSTREAM - FRAMING)
 
 
-def leg_headers(ctx: RequestContext, leg: Leg, worker: Worker, attempt: int = 0) -> list[tuple[str, str]]:
+def leg_headers(
+    ctx: RequestContext, leg: Leg, worker: Worker, attempt: int = 0, trace: Headers = ()
+) -> list[tuple[str, str]]:
     """Return every header that a leg is sent with, framing aside.
 
     Args:
         attempt: 0 for the first; a repeated leg has an id of its own, as the first may still be running.
+        trace: the leg's own trace context, in place of the request's.
     """
     own_id = ctx.leg_id + leg.id_suffix + (f"-{attempt + 1}" if attempt else "")
     own = (
@@ -117,6 +120,7 @@ def leg_headers(ctx: RequestContext, leg: Leg, worker: Worker, attempt: int = 0)
         *worker.headers,
         *leg.headers,
         *ctx.carried.items(),
+        *trace,
     )
     ours = {name.lower() for name, _ in own}
     if "authorization" in ours:

@@ -2,29 +2,39 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from coordinator.logs import access
+from coordinator.tracing import PASSING
 from envelope.errors import ApiError, ClientGone, ClientStalled, LegRejected, Overloaded, Unauthorized
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from aiohttp import web
+
     from coordinator.context import Attempt, LegTime, RequestContext
     from coordinator.metrics import Metrics
     from coordinator.model_names import ModelNames
     from coordinator.respond import Result
+    from coordinator.tracing import Trace, Tracing
 
 
 @dataclass(slots=True)
 class Outcome:
-    """How one request ended; becomes its log line and its metrics."""
+    """How one request ended; becomes its log line, its metrics and its span.
+
+    Attributes:
+        tokens: ``input`` and ``output``, as the workers counted them; empty where they did not.
+    """
 
     status: int = 0
     word: str = "internal_error"
     error: str | None = None
     result: Result | None = None
+    tokens: dict[str, int] = field(default_factory=dict)
+    trace: Trace = PASSING
 
     def done(self, result: Result) -> None:
         self.result, self.status = result, result.response.status
@@ -47,11 +57,16 @@ class Outcome:
 
 
 class Recorder:
-    """Tells of requests that are over: one log line each, and the metrics."""
+    """Tells of requests: one log line each, the metrics, and a trace."""
 
-    def __init__(self, metrics: Metrics, names: ModelNames) -> None:
+    def __init__(self, metrics: Metrics, names: ModelNames, tracing: Tracing = PASSING) -> None:
         self._metrics = metrics
         self._names = names
+        self._tracing = tracing
+
+    def begin(self, request: web.Request) -> Outcome:
+        """Return what becomes of a request that a route has taken."""
+        return Outcome(status=500, trace=self._tracing.begin(request.method, request.path, request.headers))
 
     def record(self, route: str, client_id: str, ctx: RequestContext | None, outcome: Outcome, seconds: float) -> None:
         """Tell of one request; call it once, when nothing of it is open any more."""
@@ -60,7 +75,8 @@ class Recorder:
         self._metrics.request(route, outcome.word, model or "", seconds)
         if ctx is not None:
             self._count(ctx, outcome)
-        counted = {} if outcome.result is None else self._answer(route, model or "", outcome.result)
+        counted = {} if outcome.result is None else self._answer(route, model or "", outcome, outcome.result)
+        outcome.trace.end(ctx, outcome)
         if access.enabled:
             access.write(_line(route, client_id, ctx, outcome, model, counted, seconds))
 
@@ -76,7 +92,7 @@ class Recorder:
         if outcome.word == "stream_broken" and ctx.attempts:
             self._metrics.stream_broken(ctx.attempts[-1])
 
-    def _answer(self, route: str, model: str, result: Result) -> dict[str, Any]:
+    def _answer(self, route: str, model: str, outcome: Outcome, result: Result) -> dict[str, Any]:
         """Count what an answer took, and return it for the line."""
         fields: dict[str, Any] = {}
         prompt = completion = 0
@@ -84,6 +100,7 @@ class Recorder:
             prompt = _tokens(usage, "prompt_tokens", "input_tokens")
             completion = _tokens(usage, "completion_tokens", "output_tokens")
             self._metrics.usage(route, model, prompt, completion)
+            outcome.tokens = {"input": prompt, "output": completion}
         pace = result.pace
         if pace is not None and (ttft_s := pace.ttft_s) is not None:
             self._metrics.stream(route, model, pace, ttft_s, completion)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from coordinator.app import FRONT, METRICS, PLAN_OF, PLANS
 from coordinator.credentials import Credentials
 from coordinator.logs import LEVELS, log, set_up
-from coordinator.problems import ConfigError
+from coordinator.problems import ConfigError, Path
 from coordinator.watch import mark
 
 if TYPE_CHECKING:
@@ -41,10 +41,12 @@ def check(old: Config, new: Config) -> None:
     Raises:
         ConfigError: the new configuration changes what only a restart can change.
     """
-    changed = [key for key in AT_START if getattr(old.server, key) != getattr(new.server, key)]
+    changed: list[Path] = [("server", key) for key in AT_START if getattr(old.server, key) != getattr(new.server, key)]
+    if old.tracing != new.tracing:
+        changed.append(("tracing",))
     if changed:
         sentence = "changing it takes a restart; put it back, or restart with this file"
-        raise ConfigError([new.sources.problem(("server", key), sentence) for key in changed])
+        raise ConfigError([new.sources.problem(path, sentence) for path in changed])
 
 
 class Reloader:

@@ -18,7 +18,6 @@ from coordinator.headers import leg_id, request_id, upstream_headers
 from coordinator.intake import header_pairs, single
 from coordinator.listener import stalled
 from coordinator.logs import log
-from coordinator.outcome import Outcome
 from coordinator.questions import COUNT_TOKENS_PATH
 from coordinator.respond import Exchange, refuse
 from envelope.client_request import check
@@ -38,10 +37,11 @@ if TYPE_CHECKING:
     from coordinator.admission import Permit
     from coordinator.context import Headers
     from coordinator.metrics import Metrics
-    from coordinator.outcome import Recorder
+    from coordinator.outcome import Outcome, Recorder
     from coordinator.passage import Passage
     from coordinator.plan import Plan
     from coordinator.proxied import Route
+    from coordinator.tracing import Trace
 
 
 class Front:
@@ -103,12 +103,12 @@ class Front:
         begun, client_id = self._clock(), request_id(request.headers.get("X-Request-Id"))
         ctx: RequestContext | None = None
         plan = self.plan
-        outcome, permit = Outcome(), plan.admission.permit()
+        outcome, permit = self._recorder.begin(request), plan.admission.permit()
         self._enter(api, plan)
         try:
             self._check_head(request, plan)
             await permit.begin()
-            ctx = await self._read(request, api, client_id, plan)
+            ctx = await self._read(request, api, client_id, plan, outcome.trace)
             ctx.on_late_handover = partial(plan.releaser.release, ctx)
             return await self._run(request, ctx, permit, outcome, plan)
         except asyncio.CancelledError:
@@ -188,7 +188,9 @@ class Front:
         if self.draining:
             raise Unavailable("this coordinator is shutting down; ask again", headers=_DRAINING)
 
-    async def _read(self, request: web.Request, api: Format, client_id: str, plan: Plan) -> RequestContext:
+    async def _read(
+        self, request: web.Request, api: Format, client_id: str, plan: Plan, trace: Trace
+    ) -> RequestContext:
         routing = {name: value for name in plan.routing_headers if (value := single(request, name)) is not None}
         body = without_transfer_params(check(api, await plan.intake.read_json(request)))
         return RequestContext(
@@ -196,9 +198,10 @@ class Front:
             leg_id=leg_id(client_id),
             api=api,
             body=body,
-            headers=upstream_headers(header_pairs(request), plan.drop),
+            headers=trace.carry(upstream_headers(header_pairs(request), plan.drop)),
             routing=routing,
             stream=bool(body.get("stream")),
+            trace=trace,
         )
 
     async def _expect(self, request: web.Request) -> web.StreamResponse | None:
@@ -242,11 +245,12 @@ class Front:
         plan: Plan,
     ) -> web.StreamResponse:
         begun, client_id = self._clock(), request_id(request.headers.get("X-Request-Id"))
-        outcome = Outcome(status=500)
+        outcome = self._recorder.begin(request)
         plan.enter()
         try:
             self._check_head(request, plan)
-            body = await ask(upstream_headers(header_pairs(request), plan.drop), client_id)
+            headers = outcome.trace.carry(upstream_headers(header_pairs(request), plan.drop))
+            body = await ask(headers, client_id)
             outcome.status, outcome.word = 200, "ok"
             return web.Response(body=body, content_type="application/json", headers={"X-Request-Id": client_id})
         except asyncio.CancelledError:

@@ -221,7 +221,8 @@ class HttpUpstream:
         """
         leg = call.leg
         body = dumps(leg.body) if leg.method == "POST" else b""
-        headers = leg_headers(ctx, leg, call.worker, call.attempt)
+        trace = () if call.watched is None else call.watched.headers
+        headers = leg_headers(ctx, leg, call.worker, call.attempt, trace)
         length = len(body) if leg.method == "POST" else None
         head = request_head(leg.method, call.worker.url, leg.path, headers, length)
         async with asyncio.timeout_at(self._first_byte_at(call)):

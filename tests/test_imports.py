@@ -59,6 +59,7 @@ CORE = (*CONTRACT, *(f"coordinator.{name}" for name in PLAIN))
 WIRED = (
     *("fetch", "release", "retry", "upstream", "call", "relay", "server", "intake", "listener", "respond", "health"),
     *("questions", "passage", "wire", "bootstrap", "outcome", "attempt", "model_names", "server_timing", "plan"),
+    "tracing",
 )
 LOOKUPS = {"coordinator.routing.dns": "dns", "coordinator.routing.kubernetes": "kubernetes_asyncio"}
 IO = (*family("coordinator.routing"), *(f"coordinator.{name}" for name in WIRED))
@@ -176,6 +177,13 @@ TABLE = (
         types=tuple(f"coordinator.{name}" for name in ("config", "pools", "keys", "watch", "proxied")),
     ),
     Row(
+        ("coordinator.otel",),
+        "coordinator.otel is loaded only where spans are exported: it imports opentelemetry, envelope and the core",
+        may=("opentelemetry", "coordinator.version", "coordinator.tracing", *ENVELOPE, *CORE),
+        types=("coordinator.outcome", *AIOHTTP),
+    ),
+    Row(("coordinator.version",), "coordinator.version imports nothing"),
+    Row(
         CONFIG,
         f"the modules of the configuration ({', '.join(SECTIONS)}) import "
         "pydantic, envelope, coordinator.units, headers, secret, tls and outbound, and one another; only yaml_file "
@@ -231,6 +239,7 @@ IMPORTED_ONLY_BY = {
     "steps.*": ("coordinator.registry", "steps.*", *WIRING),
     "yaml": ("coordinator.yaml_file", *WIRING),
     "prometheus_client": ("coordinator.metrics", "coordinator.totals", *WIRING),
+    "coordinator.otel": WIRING,
     **dict.fromkeys(LOOKUPS, WIRING),
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from coordinator import release
 from coordinator.app import FRONT, build
 from coordinator.config import Config
 from coordinator.listener import Runner
+from coordinator.logs import access
 from coordinator.retry import RetryBudget
 from coordinator.sim import Fault, SimFleet
 from tests.chaos.client import PATHS, body_of, read, wrong
@@ -59,24 +61,24 @@ class Lines(logging.Handler):
         self.tracebacks: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.name == "coordinator.access":
-            self.access.append(record.fields)  # type: ignore[attr-defined]
-        elif record.exc_info or record.name == "asyncio":
+        if record.exc_info or record.name == "asyncio":
             text = logging.Formatter().format(record)
             if "coordinator/sim/" not in text:  # a simulated worker may well stumble over a connection that is gone
                 self.tracebacks.append(text)
 
     @contextlib.contextmanager
     def listening(self) -> Any:
-        root, access = logging.getLogger(), logging.getLogger("coordinator.access")
-        before = access.level
+        root, level = logging.getLogger(), logging.getLogger("coordinator.access")
+        before = level.level
         root.addHandler(self)
-        access.setLevel(logging.INFO)
+        level.setLevel(logging.INFO)
+        access.put = lambda line: self.access.append(json.loads(line))
         try:
             yield self
         finally:
+            access.put = None
             root.removeHandler(self)
-            access.setLevel(before)
+            level.setLevel(before)
 
 
 class Stage:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import io
 import json
 import logging
@@ -18,6 +19,7 @@ import yaml
 from jsonschema import Draft202012Validator
 
 from coordinator import cli
+from coordinator.logs import access
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -64,7 +66,9 @@ def restored() -> Iterator[None]:
     root = logging.getLogger()
     before = root.handlers[:], root.level
     yield
-    root.handlers[:], root.level = before
+    root.handlers[:] = before[0]
+    root.setLevel(before[1])
+    access.human = False
 
 
 DECODE = {"gateway": {"address": "http://g"}, "pipeline": {"steps": [{"type": "decode"}]}}
@@ -81,9 +85,9 @@ def test_the_version_is_that_of_the_package(run: Any) -> None:
 
 def test_without_the_package_installed_it_says_so(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(_name: str) -> str:
-        raise cli.PackageNotFoundError
+        raise importlib.metadata.PackageNotFoundError
 
-    monkeypatch.setattr(cli, "version", missing)
+    monkeypatch.setattr(importlib.metadata, "version", missing)
     assert run("--version").out == "coordinator unknown (not installed)\n"
 
 

@@ -333,7 +333,7 @@ def test_what_is_wrong_with_the_pipeline_section(refused, line: str, sentence: s
         ("log_level: verbse\n" + STEPS, "log_level: 'verbse' is not one of 1 (warning), 2 (info), 3 (verbose), 4 (debug), 5 (trace), did you mean 3 (verbose)?"),
         ("log_level: 9\n" + STEPS, "log_level: 9 is not one of 1 (warning), 2 (info), 3 (verbose), 4 (debug), 5 (trace)"),
         ("log_format: xml\n" + STEPS, "log_format: 'xml' is not one of json, human"),
-        ("tracing: true\n" + STEPS, "tracing: tracing comes in a later release, take the key out"),
+        ("tracing: 3\n" + STEPS, "tracing: 3 is neither true nor false, write one of them"),
         ("server: 3\n" + STEPS, "server: 3 is not a mapping, write 'key: value' lines under it"),
         ("sever: {}\n" + STEPS, "sever: unknown key, did you mean server?"),
         ("zzz: {}\n" + STEPS, "zzz: unknown key, the keys here are log_level, log_format, tracing, config, server, gateway, pools, pipeline"),

@@ -22,7 +22,8 @@ class Gateway:
         if request.path == "/health":
             return web.Response(status=404)  # gateways have no such route
         profiles = request.headers.getall("EPP-Profile", [])
-        self.seen.append((profiles, request.headers.copy()))
+        if "X-Request-Id" in request.headers:  # else the coordinator asks for itself, which models there are
+            self.seen.append((profiles, request.headers.copy()))
         worker = {"prefill": self._fleet.prefill, "decode": self._fleet.decode}[profiles[0]]
         body = await request.read()
         async with (
