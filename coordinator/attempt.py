@@ -46,7 +46,7 @@ class Watcher:
 class Watched:
     """One call under way."""
 
-    __slots__ = ("_clock", "_ctx", "_metrics", "_settled", "_trace", "attempt")
+    __slots__ = ("_clock", "_closed", "_ctx", "_metrics", "_settled", "_trace", "attempt")
 
     def __init__(
         self, attempt: Attempt, trace: LegTrace, metrics: Metrics, clock: Callable[[], float], ctx: RequestContext
@@ -56,7 +56,7 @@ class Watched:
         self._metrics = metrics
         self._clock = clock
         self._ctx = ctx
-        self._settled = False
+        self._settled = self._closed = False
         metrics.leg_opened(attempt)
 
     @property
@@ -82,11 +82,15 @@ class Watched:
         if log.isEnabledFor(logging.DEBUG):
             ended = {"outcome": outcome, "seconds": round(attempt.seconds, 6)}
             log.debug("leg", extra={"fields": {**_named(self._ctx, attempt), **ended}})
+        if self._closed:
+            self._trace.end(attempt)
 
     def close(self) -> None:
         """Note that the worker has nothing more to do for us; call it once."""
         self._metrics.leg_closed(self.attempt)
-        self._trace.end(self.attempt)
+        self._closed = True
+        if self._settled:
+            self._trace.end(self.attempt)
 
 
 def _named(ctx: RequestContext, attempt: Attempt) -> dict[str, object]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -102,15 +103,14 @@ class OtelTracing:
 
         def shut_down() -> None:
             self._provider.shutdown()
-            loop.call_soon_threadsafe(done.set)
+            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(done.set)
 
         # Not a thread of the loop's pool: for those the process waits at its end.
         threading.Thread(target=shut_down, name="spans", daemon=True).start()
-        try:
+        with suppress(TimeoutError):  # the SDK has logged that its collector cannot be reached
             async with asyncio.timeout(_SHUTDOWN_S):
                 await done.wait()
-        except TimeoutError:
-            pass  # the SDK has logged that its collector cannot be reached
 
 
 class OtelTrace:

@@ -30,7 +30,7 @@ def values(leg: Received, name: str) -> list[str]:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
 async def test_a_clients_key_and_trace_reach_every_leg(coordinator, fleet, shape, stream):
-    """R10 in part: the trace context is passed on as it came; a span per leg is for tracing, which is not there yet."""
+    """R10: while nothing is exported, the trace context is passed on as it came."""
     at = await coordinator(fleet, shape)
     sent = {
         "Authorization": "Bearer key-1",
