@@ -32,6 +32,8 @@ _VALID = re.compile(
     re.ASCII,
 )
 
+_NOT_ZERO = 1 << 64 | 1  # neither id may be
+
 # What everybody has to carry on; more may be cut, by whole members.
 _BAGGAGE_BYTES = 8192
 _BAGGAGE_MEMBERS = 64
@@ -80,10 +82,10 @@ UNTOLD = _Leg()
 
 
 class Passing:
-    """Passes trace context on, and tells nobody of anything. Implements all of the protocols."""
+    """Passes trace context on, and tells nobody of anything. Implements ``Tracing`` and ``Trace``."""
 
     def begin(self, method: str, path: str, headers: CIMultiDictProxy[str]) -> Passing:
-        return self
+        return self if TRACEPARENT in headers or TRACESTATE in headers or BAGGAGE in headers else _BARE
 
     def carry(self, headers: Headers) -> Headers:
         names = [name.lower() for name, _ in headers]
@@ -101,7 +103,14 @@ class Passing:
         pass
 
 
-PASSING = Passing()
+class _Bare(Passing):
+    """A request without any context, as most are: there is nothing to look for."""
+
+    def carry(self, headers: Headers) -> Headers:
+        return (*headers, (TRACEPARENT, new_traceparent()))
+
+
+PASSING, _BARE = Passing(), _Bare()
 
 
 def valid(traceparent: str) -> bool:
@@ -110,8 +119,8 @@ def valid(traceparent: str) -> bool:
 
 def new_traceparent() -> str:
     """Return a root's context; it is sampled, as vLLM's own spans are where nobody asks."""
-    # Random, not secret; and never zero.
-    return f"00-{random.getrandbits(128) or 1:032x}-{random.getrandbits(64) or 1:016x}-01"
+    ids = f"{random.getrandbits(192) | _NOT_ZERO:048x}"  # random, not secret
+    return f"00-{ids[:32]}-{ids[32:]}-01"
 
 
 def without_trace(headers: Headers) -> Headers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from multidict import CIMultiDict, CIMultiDictProxy
 
 from coordinator.tracing import PASSING, new_traceparent, valid
 
@@ -44,6 +45,19 @@ def test_an_invalid_one_is_replaced_and_its_state_is_dropped(value: str) -> None
 def test_none_and_two_of_them_are_replaced_as_well(headers: tuple[tuple[str, str], ...]) -> None:
     ((name, made),) = PASSING.carry(headers)
     assert (name, valid(made), made != GOOD) == ("traceparent", True, True)
+
+
+def test_a_request_without_any_context_gets_one_and_keeps_its_headers() -> None:
+    sent = CIMultiDict({"X-A": "b"})
+    *rest, (name, made) = PASSING.begin("POST", "/", CIMultiDictProxy(sent)).carry((("X-A", "b"),))
+    assert (rest, name, valid(made)) == ([("X-A", "b")], "traceparent", True)
+
+
+@pytest.mark.parametrize("name", ["TraceParent", "TRACESTATE", "Baggage"])
+def test_whatever_context_there_is_is_looked_at(name: str) -> None:
+    sent = (("X-A", "b"), (name, "?" if name != "Baggage" else " , "))
+    *rest, (added, _) = PASSING.begin("POST", "/", CIMultiDictProxy(CIMultiDict(sent))).carry(sent)
+    assert (rest, added) == ([("X-A", "b")], "traceparent")
 
 
 def test_no_two_requests_share_a_new_one() -> None:

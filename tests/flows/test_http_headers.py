@@ -79,6 +79,7 @@ async def test_repeated_headers_stay_apart_and_in_their_order(coordinator, fleet
         ("X-Tag", "b"),
         ("x-tag", "a"),
         ("X-TAG", "c"),
+        ("traceparent", "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"),
         ("tracestate", "a=1"),
         ("tracestate", "b=2"),
         ("X-Empty", ""),
@@ -132,6 +133,7 @@ async def test_what_belongs_to_one_connection_or_one_body_is_not_passed_on(coord
             "accept",
             "accept-encoding",
             "x-request-id",
+            "traceparent",
         }
         assert leg.header("accept-encoding") == "identity"
         assert leg.header("host") == next(w for w in fleet.workers if leg in w.received).url.removeprefix("http://")
