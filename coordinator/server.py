@@ -18,6 +18,7 @@ from coordinator.headers import leg_id, request_id, upstream_headers
 from coordinator.intake import header_pairs, single
 from coordinator.listener import stalled
 from coordinator.logs import log
+from coordinator.outcome import Outcome
 from coordinator.questions import COUNT_TOKENS_PATH
 from coordinator.respond import Exchange, refuse
 from envelope.client_request import check
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from coordinator.admission import Permit
     from coordinator.context import Headers
     from coordinator.metrics import Metrics
-    from coordinator.outcome import Outcome, Recorder
+    from coordinator.outcome import Recorder
     from coordinator.passage import Passage
     from coordinator.plan import Plan
     from coordinator.proxied import Route
