@@ -276,7 +276,7 @@ def links(config: Config, steps: Sequence[Step], credentials: Credentials | Clos
         elif config.gateway is not None and role in ROLES:
             gateway, at = config.gateway, ("gateway",)
             found[role] = RoleLink(
-                GatewayRouter(gateway.address, credentials.headers(gateway, at, ("EPP-Profile", role))),
+                GatewayRouter(gateway.address, credentials.headers(gateway, at, (gateway.profile_header, role))),
                 gateway.max_idle_conns_per_host,
                 gateway.idle_conn_timeout,
                 gateway.timeout or None,

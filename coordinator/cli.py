@@ -151,7 +151,8 @@ def _destination(config: Config, steps: Sequence[Step], role: str) -> str:
     router = links(config, steps, Closed())[role].router
     workers = ", ".join(worker.url for worker in router.known())
     if isinstance(router, GatewayRouter):
-        return f"{workers} with EPP-Profile: {role}"
+        assert config.gateway is not None
+        return f"{workers} with {config.gateway.profile_header}: {role}"
     pool = getattr(config.pools, role, None)
     if pool is not None and pool.header:
         return f"the worker named by the request header {pool.header}, if any"

@@ -202,6 +202,10 @@ class Gateway(Section, Outbound):
     address: BaseUrl = Field(
         description="the base URL of the gateway, such as http://inference-gateway:80",
     )
+    profile_header: Literal["EPP-Profile", "x-llm-d-epp-profile"] = Field(
+        "EPP-Profile",
+        description="header that tells the endpoint picker a leg's role; newer ones read x-llm-d-epp-profile",
+    )
     max_idle_conns_per_host: Count = Field(100, description="keep-alive connections that are kept open")
     idle_conn_timeout: Duration = Field(90.0, description="how long an idle connection is kept; 0 is for ever")
     timeout: Duration = Field(

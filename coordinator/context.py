@@ -13,7 +13,8 @@ slot                  set by                  read by
 ``handover_at``       prefill                 decode
 ``handover_fetched``  upstream                release
 ``abandoned``         pipeline                release
-``carried``           upstream                upstream (headers of later legs)
+``heard``             upstream                pipeline (what a step's answers say for later legs)
+``carried``           pipeline, routing       upstream (headers of later legs)
 ``on_late_handover``  server                prefill, when its answer comes after the client has left
 ``failed``            upstream                upstream (workers to avoid when a leg is made again)
 ``prompt_tokens``     routing                 routing (what a leg weighs)
@@ -186,6 +187,7 @@ class RequestContext:
     prompt_tokens: int | None = None
     blocks: tuple[Any, Sequence[int]] | None = None
     places: Places | None = None
+    heard: dict[str, list[str]] = field(default_factory=dict)
     carried: dict[str, str] = field(default_factory=dict)
     queued_s: float = 0.0
     trace: Any = None
@@ -193,6 +195,11 @@ class RequestContext:
     answer: Answer | None = None
     attempts: list[Attempt] = field(default_factory=list)
     legs: list[LegTime] = field(default_factory=list)
+
+    def carry(self) -> None:
+        """Let later legs carry what this step's answers said: of each header what most said, or the first of them."""
+        self.carried |= {name: max(values, key=values.count) for name, values in self.heard.items()}
+        self.heard.clear()
 
     def begin_again(self, leg_id: str) -> None:
         """Forget what a failed attempt left: the next one starts at prefill, under an id of its own."""

@@ -47,6 +47,8 @@ ROUTING = frozenset(
         "x-encoder-hosts-ports",
         "x-gateway-destination-endpoint",
         "x-kv-cache-source-host-port",
+        "x-llm-d-epp-profile",
+        "x-llm-d-revision-decision-id",
         "x-override-bootstrap-host",
         "x-override-bootstrap-port",
         "x-override-bootstrap-room",

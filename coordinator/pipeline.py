@@ -52,6 +52,8 @@ class Pipeline:
     async def _run_from(self, first: int, ctx: RequestContext) -> None:
         for step in self.steps[first:]:
             await self._run(step, ctx)
+            if ctx.heard:
+                ctx.carry()
             early = ctx.answer is not None and step is not self.steps[-1]  # a probe that hit: no prefill will be asked
             if ctx.places is not None and (step.type == "prefill" or early):
                 ctx.places.free("prefill")  # decode takes far longer, and others can be computed meanwhile

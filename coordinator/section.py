@@ -18,7 +18,7 @@ _OWN_HEADERS = (
     HOP_BY_HOP
     | FRAMING
     | {"accept", "authorization", "x-api-key", "cookie", "set-cookie"}
-    | {"x-request-id", "epp-profile", "prefer"}
+    | {"x-request-id", "epp-profile", "x-llm-d-epp-profile", "x-llm-d-revision-decision-id", "prefer"}
 )
 
 

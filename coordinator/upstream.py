@@ -256,7 +256,7 @@ class HttpUpstream:
     def _remember(self, ctx: RequestContext, call: Call) -> None:
         for name in self._carry:
             if (value := call.connection.headers.get(name)) is not None:
-                ctx.carried[name] = value
+                ctx.heard.setdefault(name, []).append(value)
 
     def _first_byte_at(self, call: Call) -> float | None:
         limit = call.leg.limits.first_byte_s

@@ -1,4 +1,7 @@
-"""One gateway address for every role; the endpoint picker behind it reads the role off ``EPP-Profile``.
+"""One gateway address for every role; the endpoint picker behind it reads the role off a header of each leg.
+
+All legs of one request carry the same decision id, so that a picker in the middle of a rollout sends them to workers of
+one revision, encode legs that are in flight together included.
 
 Source: llm-d ``pkg/coordinator/gateway``.
 """
@@ -22,10 +25,13 @@ class GatewayRouter:
         headers: what every leg carries; the role's profile is among them.
     """
 
+    DECISION = "x-llm-d-revision-decision-id"
+
     def __init__(self, address: str, headers: Sequence[tuple[str, str]]) -> None:
         self._worker = Worker(address, headers)
 
     def serves(self, ctx: RequestContext) -> bool:
+        ctx.carried.setdefault(self.DECISION, ctx.leg_id)
         return True
 
     def pick(self, ctx: RequestContext, tried: Sequence[Worker] = ()) -> Worker:

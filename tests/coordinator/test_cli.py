@@ -235,7 +235,12 @@ def test_explain_prints_the_exact_legs_as_json(run: Any, file: Any) -> None:
     assert leg_ids[0] == leg_ids[1]
     for leg, role in ((prefill, "prefill"), (decode, "decode")):
         assert (leg["step"], leg["method"], leg["url"]) == (role, "POST", "http://g:80/v1/chat/completions")
-        assert leg["headers"] == [*HEADERS, ["X-Request-Id", leg_ids[0]], ["EPP-Profile", role]]
+        assert leg["headers"] == [
+            *HEADERS,
+            ["X-Request-Id", leg_ids[0]],
+            ["EPP-Profile", role],
+            ["x-llm-d-revision-decision-id", leg_ids[0]],
+        ]
     asked = {"do_remote_decode": True, "do_remote_prefill": False}
     one = {**CHAT, "max_tokens": 1, "stream": False, "ignore_eos": True, "kv_transfer_params": asked}
     assert prefill["body"] == one

@@ -3,7 +3,10 @@
 import pytest
 from aiohttp import ClientSession, web
 
+from tests.flows.media import CAT, DOG, OWL, image, with_media
+
 REVISION = "x-llm-d-disagg-revision"
+DECISION = "x-llm-d-revision-decision-id"
 HELLO = "Hello! How can I help you today?"
 
 
@@ -12,25 +15,33 @@ class Gateway:
 
     def __init__(self, fleet):
         self.seen = []
-        self.headers = {"prefill": {REVISION: "r7"}, "decode": {}}
+        self.headers = {"prefill": {REVISION: "r7"}, "decode": {}, "encode": {}}
+        self.profile = "EPP-Profile"
+        self.misses = 0
+        self.revisions = {}
         self._fleet = fleet
 
     def legs(self, profile):
         return [headers for asked, headers in self.seen if asked == [profile]]
 
     async def handle(self, request):
-        if request.path == "/health":
-            return web.Response(status=404)  # gateways have no such route
-        profiles = request.headers.getall("EPP-Profile", [])
-        if "X-Request-Id" in request.headers:  # else the coordinator asks for itself, which models there are
-            self.seen.append((profiles, request.headers.copy()))
-        worker = {"prefill": self._fleet.prefill, "decode": self._fleet.decode}[profiles[0]]
+        if request.method == "GET":
+            return web.Response(status=404)  # what is asked beside the legs; gateways have no /health
+        profiles = request.headers.getall(self.profile, [])
+        self.seen.append((profiles, request.headers.copy()))
+        if self.misses and "Prefer" in request.headers:
+            self.misses -= 1
+            return web.json_response({"error": "no worker has it"}, status=412, headers={REVISION: "of a miss"})
+        worker = getattr(self._fleet, profiles[0])
+        if revisions := self.revisions.get(profiles[0]):
+            self.headers[profiles[0]] = {REVISION: revisions.pop(0)}
+        own = self.headers[profiles[0]]
         body = await request.read()
         async with (
             ClientSession(auto_decompress=False) as session,
             session.post(worker.url + request.path, data=body, headers=request.headers) as answer,
         ):
-            kept = {"Content-Type": answer.headers["Content-Type"], **self.headers[profiles[0]]}
+            kept = {"Content-Type": answer.headers["Content-Type"], **own}
             response = web.StreamResponse(status=answer.status, headers=kept)
             await response.prepare(request)
             async for piece in answer.content.iter_any():
@@ -40,16 +51,24 @@ class Gateway:
 
 
 @pytest.fixture
-async def gateway(fleet, stack):
-    gateway = Gateway(fleet)
-    app = web.Application(client_max_size=2**30)
-    app.router.add_route("*", "/{path:.*}", gateway.handle)
-    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
-    await runner.setup()
-    stack.push_async_callback(runner.cleanup)
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    gateway.url = "http://{}:{}".format(*runner.addresses[0][:2])
-    return gateway
+def gateway_of(stack):
+    async def start(fleet):
+        gateway = Gateway(fleet)
+        app = web.Application(client_max_size=2**30)
+        app.router.add_route("*", "/{path:.*}", gateway.handle)
+        runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
+        await runner.setup()
+        stack.push_async_callback(runner.cleanup)
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        gateway.url = "http://{}:{}".format(*runner.addresses[0][:2])
+        return gateway
+
+    return start
+
+
+@pytest.fixture
+async def gateway(fleet, gateway_of):
+    return await gateway_of(fleet)
 
 
 @pytest.fixture
@@ -76,12 +95,61 @@ async def test_a_client_cannot_choose_a_profile(behind, gateway):
     """H22: nor any other header by which workers are picked."""
     at = await behind()
     routing = ["EPP-Profile", "x-prefiller-host-port", "x-data-parallel-rank", "x-gateway-destination-endpoint"]
-    got = await at.chat("Say hello.", *((name, "mine") for name in routing), ("X-Other", "kept"))
+    newer = ["x-llm-d-epp-profile", DECISION]
+    got = await at.chat("Say hello.", *((name, "mine") for name in (*routing, *newer)), ("X-Other", "kept"))
     assert got.status == 200
     assert [profiles for profiles, _ in gateway.seen] == [["prefill"], ["decode"]]
     for _, headers in gateway.seen:
         assert [headers.getall(name, []) for name in routing[1:]] == [[], [], []]
         assert headers["X-Other"] == "kept"
+        assert "x-llm-d-epp-profile" not in headers
+        assert "mine" not in headers.getall(DECISION)
+
+
+async def test_all_legs_of_a_request_carry_one_decision_id(behind, gateway):
+    """So that a picker in the middle of a rollout keeps a request on one revision; two requests have two."""
+    at = await behind()
+    await at.chat()
+    await at.chat()
+    ids = [headers.getall(DECISION) for _, headers in gateway.seen]
+    assert [len(each) for each in ids] == [1, 1, 1, 1]
+    assert ids[0] == ids[1] != ids[2] == ids[3]
+
+
+async def test_the_profile_may_go_by_its_newer_name(behind, gateway):
+    gateway.profile = "x-llm-d-epp-profile"
+    at = await behind(gateway={"profile_header": "x-llm-d-epp-profile"})
+    assert (await at.chat()).status == 200
+    assert [profiles for profiles, _ in gateway.seen] == [["prefill"], ["decode"]]
+    assert not [headers for _, headers in gateway.seen if "EPP-Profile" in headers]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_probe_that_the_picker_answers_with_412_goes_on_with_the_pipeline(behind, gateway, stream):
+    """Nothing of the 412 reaches the client, and its headers no later leg."""
+    at = await behind(steps={"conditional-decode": {}})
+    gateway.misses = 1
+    got = await at.chat(stream=stream)
+    assert (got.status, got.text, got.whole) == (200, HELLO, True)
+    assert [(profiles, "Prefer" in headers) for profiles, headers in gateway.seen] == [
+        (["decode"], True),
+        (["prefill"], False),
+        (["decode"], False),
+    ]
+    assert gateway.legs("prefill")[0].getall(REVISION, []) == []
+
+
+async def test_of_several_answers_what_most_of_them_say_goes_on(coordinator, fleet_of, gateway_of):
+    """Encode legs are in flight together: none hears of another's answer, and later legs of what most said."""
+    fleet = await fleet_of(encodes=1)
+    gateway = await gateway_of(fleet)
+    gateway.revisions = {"encode": ["r1", "r2", "r2"]}
+    pools = {"prefill": None, "decode": None, "encode": None}
+    at = await coordinator(fleet, "openai", steps={"encode": {}}, pools=pools, gateway={"address": gateway.url})
+    body = with_media(image(CAT), image(DOG), image(OWL))
+    assert (await at.post("/v1/chat/completions", body)).status == 200
+    assert [headers.getall(REVISION, []) for headers in gateway.legs("encode")] == [[], [], []]
+    assert gateway.legs("prefill")[0].getall(REVISION) == ["r2"]
 
 
 async def test_a_header_that_prefill_answered_with_goes_on_to_decode(behind, gateway):
