@@ -14,7 +14,7 @@ BENCH := $(VENV)/.bench
 RELEASE := $(VENV)/.release
 
 .DEFAULT_GOAL := help
-.PHONY: help install fmt lint types test cov chaos demo e2e bench bench-rfc bench-peers check lock audit image dist clean
+.PHONY: help install fmt lint types test cov chaos demo e2e bench bench-rfc bench-peers check lock audit image docs dist clean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -62,6 +62,9 @@ check: lint types test  ## what a change must pass before it is sent
 
 lock: $(RELEASE)  ## pin what pyproject.toml asks for, in requirements/: make lock ARGS=--upgrade
 	PATH=$(abspath $(BIN)):$$PATH scripts/lock $(ARGS)
+
+docs: $(DEV)  ## write the pages that follow from the code: every key, and the diagram of imports
+	$(BIN)/python -m scripts.docs
 
 dist: $(RELEASE)  ## wheel, sdist, bill of materials and checksums, in dist/
 	PATH=$(abspath $(BIN)):$$PATH scripts/dist
