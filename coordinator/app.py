@@ -14,6 +14,8 @@ from prometheus_client import CollectorRegistry
 from coordinator import registry
 from coordinator.admission import Admission
 from coordinator.credentials import Closed, Credentials
+from coordinator.derender.held import HeldParsers, ParserPools
+from coordinator.derender.pool import ParserSettings
 from coordinator.fetch import HttpMediaFetcher
 from coordinator.headers import CREDENTIALS
 from coordinator.health import Readiness, RoleProbe
@@ -95,7 +97,7 @@ def build(config: Config) -> web.Application:
     names = ModelNames()
     tracing = _spans(config) if config.tracing else None
     recorder = Recorder(metrics, names, tracing or PASSING)
-    plan_of = partial(plan, metrics, names)
+    plan_of = partial(plan, metrics, names, ParserPools())
     passage = Passage()
     front = Front(
         plan_of(config, credentials),
@@ -156,11 +158,17 @@ async def _passing(passage: Passage, app: web.Application) -> AsyncIterator[None
 
 
 def plan(
-    metrics: Metrics, names: ModelNames, config: Config, credentials: Credentials, before: Plan | None = None
+    metrics: Metrics,
+    names: ModelNames,
+    pools: ParserPools,
+    config: Config,
+    credentials: Credentials,
+    before: Plan | None = None,
 ) -> Plan:
     """Return what requests are answered by; nothing is opened before it runs.
 
     Args:
+        pools: of parser processes, which plans with the same parsers share.
         before: the plan whose place it will take, and with which it shares the places that requests hold.
 
     Raises:
@@ -168,15 +176,18 @@ def plan(
     """
     steps = registry.build(config, metrics)
     renderers = open_renderers(config, steps)
+    parsers = parsers_of(config, steps, pools)
     server, media = config.server, HttpMediaFetcher()
     carry = config.pipeline.forward_response_headers
-    upstream = HttpUpstream(links(config, steps, credentials), carry, metrics, media)
+    pool = None if parsers is None else parsers.pool
+    upstream = HttpUpstream(links(config, steps, credentials), carry, metrics, media, pool)
     keys = credentials.client_keys(server)
     credentials.check()
     decode = next(step for step in steps if isinstance(step, (Decode, PrefillDecode)))
     found = finders(config, upstream.links, metrics, before)
     discovery = Discovery(list(found.values()))
-    readiness = Readiness(probes(steps, upstream.links, found), server.readiness_interval)
+    more = () if pool is None else (pool.problems,)
+    readiness = Readiness(probes(steps, upstream.links, found), server.readiness_interval, more)
     questions = Questions(upstream, names)
     names.add(server.metrics_models)
     routing = routing_headers(config)
@@ -219,6 +230,7 @@ def plan(
             *_watches(upstream.links),
             *renderers,
         ),
+        parsers=parsers,
     )
 
 
@@ -239,6 +251,33 @@ async def _running(app: web.Application) -> AsyncIterator[None]:
         watching = tasks.create_task(app[WATCH].run())
         yield
         watching.cancel()
+
+
+def parsers_of(config: Config, steps: Sequence[Step], pools: ParserPools) -> HeldParsers | None:
+    """Return the parsers that decode is to use, not yet started; None where it uses none.
+
+    Raises:
+        ConfigError: what they need is not installed, or not there.
+    """
+    for index, step in enumerate(steps):
+        if isinstance(step, (Decode, PrefillDecode)) and step.params.derender == "coordinator":
+            params, at = step.params, ("pipeline", "steps", index, "params")
+            assert params.tokenizer is not None, "a rule asks for it"
+            settings = ParserSettings(
+                params.tokenizer,
+                params.tool_parser,
+                params.reasoning_parser,
+                params.parser_processes,
+                params.parser_timeout,
+            )
+            held = HeldParsers(pools.of(settings), partial(_problem, config, at))
+            held.check()
+            return held
+    return None
+
+
+def _problem(config: Config, at: Path, key: str, sentence: str) -> ConfigError:
+    return ConfigError([config.sources.problem((*at, key), sentence)])
 
 
 def open_renderers(config: Config, steps: Sequence[Step]) -> list[Callable[[], Coroutine[Any, Any, None]]]:

@@ -28,7 +28,7 @@ from envelope.sse import frame
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from coordinator.context import Headers
+    from coordinator.context import Headers, LiveStream
     from coordinator.routing.router import Worker
     from coordinator.step import Events, FetchLimits, Leg, Step
     from coordinator.upstream import RoleLink
@@ -96,6 +96,7 @@ class _Scribe:
         self.sent: list[SentLeg] = []
         self.media = _NoFetcher(self.sent)
         self.bootstrap = _NoBootstrap()
+        self.parsers = _NoParsers()
         self._chosen: Worker | None = None
 
     def choose(self, ctx: RequestContext, role: str) -> Worker:
@@ -136,6 +137,22 @@ class _NoBootstrap:
         return {0: "<prefill's engine>"}
 
     def forget(self, address: str) -> None:
+        pass
+
+
+class _NoParsers:
+    """Implements ``coordinator.step.Parsers``, and ``Parsing``, of answers that hold nothing to parse."""
+
+    def open(self, job: Json) -> _NoParsers:
+        return self
+
+    async def whole(self, job: Json, reply: Json) -> Json:
+        return reply
+
+    def attach(self, live: LiveStream) -> LiveStream:
+        return live
+
+    def close(self) -> None:
         pass
 
 

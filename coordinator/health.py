@@ -51,11 +51,17 @@ class RoleProbe:
 class Readiness:
     """What ``/readyz`` says, renewed every ``interval_s`` seconds by ``run``.
 
+    Args:
+        more: each returns what else is not ready just now, and is asked whenever that is wanted.
+
     Attributes:
         asked: every role has been asked once, whatever it said.
     """
 
-    def __init__(self, probes: Sequence[RoleProbe], interval_s: float) -> None:
+    def __init__(
+        self, probes: Sequence[RoleProbe], interval_s: float, more: Sequence[Callable[[], list[str]]] = ()
+    ) -> None:
+        self._more = tuple(more)
         self._probes = tuple(probes)
         self._interval_s = interval_s
         self._problems = {probe.role: f"{probe.role}: not asked yet" for probe in self._probes}
@@ -65,7 +71,7 @@ class Readiness:
 
     def problems(self) -> list[str]:
         """Return one sentence for each role that has no usable worker; empty means ready."""
-        return list(self._problems.values())
+        return [*self._problems.values(), *(problem for find in self._more for problem in find())]
 
     async def until_ready(self) -> None:
         """Return once every role has been found usable."""

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from coordinator.admission import Admission
     from coordinator.config import Config
+    from coordinator.derender.held import HeldParsers
     from coordinator.fetch import HttpMediaFetcher
     from coordinator.health import Readiness
     from coordinator.intake import Intake
@@ -43,6 +44,7 @@ class Plan:
             (``forward_response_headers``), and clients' keys where they are checked here.
         watch: the files that hold keys.
         background: what runs as long as the plan does, beside its requests; each is cancelled at its end.
+        parsers: the processes that parse answers, where decode says so.
     """
 
     config: Config
@@ -61,6 +63,7 @@ class Plan:
     routing_headers: tuple[str, ...]
     drop: frozenset[str]
     background: Sequence[Callable[[], Coroutine[Any, Any, None]]] = ()
+    parsers: HeldParsers | None = None
 
     in_use: int = field(default=0, init=False)
     _retired: bool = field(default=False, init=False)
@@ -93,6 +96,15 @@ class Plan:
         """Let ``run`` end now; whatever requests there are have been given up."""
         self._over.set()
 
+    async def prepare(self) -> None:
+        """Start what takes its time, before any request meets the plan; ``run`` ends it.
+
+        Raises:
+            ConfigError: it cannot be started as the configuration says.
+        """
+        if self.parsers is not None:
+            await self.parsers.start()
+
     async def run(self) -> None:
         """Open what the plan works with, and close it when it is over."""
         await self.media.start()
@@ -107,6 +119,8 @@ class Plan:
             await self.releaser.close()
             await self.upstream.close()
             await self.media.close()
+            if self.parsers is not None:
+                await self.parsers.release()
 
 
 class Plans:
@@ -122,6 +136,7 @@ class Plans:
         self._tasks = asyncio.TaskGroup()
 
     async def __aenter__(self) -> Plans:
+        await self._running[0].prepare()
         await self._tasks.__aenter__()
         self._start(self._running[0])
         return self
@@ -134,7 +149,12 @@ class Plans:
         await self._tasks.__aexit__(kind, error, trace)
 
     async def replace(self, new: Plan, asked_within_s: float) -> None:
-        """Put a plan in place once it has asked its workers, or after so long; retire the one before it."""
+        """Put a plan in place once it has asked its workers, or after so long; retire the one before it.
+
+        Raises:
+            ConfigError: as ``Plan.prepare``; the plan before it goes on.
+        """
+        await new.prepare()
         before = self._running[-1]
         self._running.append(new)
         self._start(new)

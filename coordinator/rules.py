@@ -246,11 +246,27 @@ def derender_has_tokens_to_take(layout: Layout) -> Iterator[Fault]:
         path = placed.path("params", "derender")
         if placed.tokens_in is False and placed.param("derender") != "worker":
             yield path, "the worker's answer is in the client's envelope already: take this out, or send it tokens-in"
+        elif placed.param("derender") == "coordinator":
+            yield from _parsers_that_are_named(placed)
         elif placed in by_service and not any(layout.of("derender")):
             yield path, "no step asks the service, write {type: derender, params: {address: ...}} as the last one"
+        if placed.param("derender") != "coordinator":
+            for key in ("tokenizer", "tool_parser", "reasoning_parser"):
+                if placed.param(key) is not None:
+                    yield placed.path("params", key), "nobody parses here, write derender: coordinator or take it out"
     for placed in layout.of("derender"):
         if not by_service and all(decode.step is not None for decode in layout.of(*_ANSWERS)):
             yield placed.path(), "decode leaves it no tokens, write derender: service there or take this step out"
+
+
+def _parsers_that_are_named(placed: Placed) -> Iterator[Fault]:
+    if placed.param("tokenizer") is None:
+        yield placed.path("params", "tokenizer"), "missing: derender: coordinator needs the folder of the tokenizer"
+    if placed.param("output_mode") == "text" and not (placed.param("tool_parser") or placed.param("reasoning_parser")):
+        yield (
+            placed.path("params", "derender"),
+            "coordinator has nothing to do, write the workers' tool_parser, reasoning_parser or both",
+        )
 
 
 def token_ids_are_known_and_wanted(layout: Layout) -> Iterator[Fault]:

@@ -146,12 +146,47 @@ class Bootstrap(Protocol):
         """Ask again the next time: what was told may be no longer so."""
 
 
+class Parsing(Protocol):
+    """One request's stream, being parsed: its parsers stand as long as this does."""
+
+    def attach(self, live: LiveStream) -> LiveStream:
+        """Return a worker's stream, parsed: with a ``delta`` on each choice in the place of text.
+
+        Closing it lets the parsers go, and closes the worker's stream.
+        """
+
+    def close(self) -> None:
+        """Let the parsers go."""
+
+
+class Parsers(Protocol):
+    """The way to parsers that run here, for ``derender: coordinator``. Jobs are those of ``envelope.parse_job``."""
+
+    def open(self, job: Json) -> Parsing:
+        """Make a request's parsers, one for each choice.
+
+        Raises:
+            NoWorker
+        """
+
+    async def whole(self, job: Json, reply: Json) -> Json:
+        """Return a whole generate answer with a ``message`` on each choice.
+
+        Raises:
+            NoWorker, LegFailed; BadRequest where the request asks for what cannot be parsed.
+        """
+
+
 class Upstream(Protocol):
-    """The way to the workers, and to media. Every failure of a worker is one of ``envelope.errors``."""
+    """The way to the workers, to media and to parsers. Every failure of a worker is one of ``envelope.errors``."""
 
     @property
     def media(self) -> MediaFetcher:
         """The way to where clients say that media is."""
+
+    @property
+    def parsers(self) -> Parsers | None:
+        """The way to parsers, where the configuration has any."""
 
     @property
     def bootstrap(self) -> Bootstrap:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from coordinator.context import RequestContext
     from coordinator.metrics import Metrics
     from coordinator.routing.router import Router
-    from coordinator.step import Leg, MediaFetcher, Peer
+    from coordinator.step import Leg, MediaFetcher, Parsers, Peer
 
 T = TypeVar("T")
 
@@ -65,14 +65,21 @@ class HttpUpstream:
         links: by role.
         carry: response headers (lower case) that later legs of the same request repeat.
         media: the way to media, which is opened and closed apart from this.
+        parsers: the way to parsers, of which the same holds.
     """
 
     def __init__(
-        self, links: Mapping[str, RoleLink], carry: Sequence[str], metrics: Metrics, media: MediaFetcher
+        self,
+        links: Mapping[str, RoleLink],
+        carry: Sequence[str],
+        metrics: Metrics,
+        media: MediaFetcher,
+        parsers: Parsers | None = None,
     ) -> None:
         self.links = links
         self.media = media
         self.bootstrap = BootstrapServers(self.get)
+        self.parsers = parsers
         self._carry = tuple(carry)
         self._metrics = metrics
         self._watcher = Watcher(metrics, time.monotonic)

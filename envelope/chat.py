@@ -214,11 +214,12 @@ def _running(prompt_tokens: int, completion_tokens: int) -> Json:
 
 
 def _choice(choice: Json, body: Json) -> Json:
-    derendered = isinstance(choice.get("message"), dict)
+    # Worker's derender has cut its logprobs, which a second cut leaves as they are; our own parsers have not.
+    cut = body.get("logprobs") or not isinstance(choice.get("message"), dict)
     return {
         "index": choice.get("index") or 0,
         "message": message_of(choice, body),
-        "logprobs": choice.get("logprobs") if derendered else _logprobs(choice, body),
+        "logprobs": _logprobs(choice, body) if cut else choice.get("logprobs"),
         "finish_reason": finish_reason_of(choice, body),
         "stop_reason": choice.get("stop_reason"),
         "token_ids": choice.get("token_ids") if body.get("return_token_ids") else None,

@@ -10,12 +10,14 @@ prompt anew, and vLLM takes an item by its hash alone only where it has had the 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, WithJsonSchema, field_validator
 
 from coordinator.context import Answer
 from coordinator.step import Leg, PlanRow, Reply
+from coordinator.units import Count, Duration
 from envelope import completions
 from envelope.ec_transfer import put
 from envelope.errors import LegFailed, LegUnreadable
@@ -31,6 +33,7 @@ from envelope.legs import (
     stream_options,
 )
 from envelope.parse_context import with_parse_context
+from envelope.parse_job import parse_job, without_stop_strings
 from steps.params import LegParams
 from steps.prompt import prompt_ids
 
@@ -55,6 +58,22 @@ class Params(LegParams):
         default="worker",
         description="in generate format, who tells reasoning and tool calls from text: the worker (output_mode: "
         "derender), the coordinator, or the service of a derender step",
+    )
+    tokenizer: str | None = Field(
+        default=None, description="folder of the model's tokenizer and config.json, for derender: coordinator"
+    )
+    tool_parser: str | None = Field(
+        default=None,
+        description="the workers' --tool-call-parser, for derender: coordinator; unset leaves calls as text",
+    )
+    reasoning_parser: str | None = Field(
+        default=None, description="the workers' --reasoning-parser, for derender: coordinator; unset finds no reasoning"
+    )
+    parser_processes: Count = Field(
+        default=1, description="processes that parse, each with some 600 MB of vLLM's modules in memory"
+    )
+    parser_timeout: Duration = Field(
+        default=30.0, description="a parser process that answers nothing for so long is replaced, and its requests fail"
     )
     output_mode: Literal["tokens", "text", "derender"] = Field(
         default="text", description="what a worker returns beside the tokens when the leg is in generate format"
@@ -136,10 +155,13 @@ class Decode:
         body = put(self._body(ctx, fmt), None if ctx.prefilled else ctx.ec_params)
         leg = Leg(self.type, self.role, PATHS[fmt], body, self._limits, single_use=ctx.handover is not None)
         mode = asked_mode(body) if fmt is Format.GENERATE else None
+        job = self._job(ctx, fmt)
+        if job is not None and job["decoding"] is not None:
+            leg = replace(leg, body=without_stop_strings(leg.body))
         if body.get("stream"):
-            await self._stream(ctx, upstream, leg, fmt, mode)
+            await self._stream(ctx, upstream, leg, fmt, mode, job)
         else:
-            await self._whole(ctx, upstream, leg, fmt, mode)
+            await self._whole(ctx, upstream, leg, fmt, mode, job)
         return "ok"
 
     def plan(self, api: Format) -> PlanRow:
@@ -183,7 +205,17 @@ class Decode:
             stream_options=stream_options(ctx.api, ctx.body, counted=self._wraps(ctx.api, fmt)),
         )
 
-    async def _whole(self, ctx: RequestContext, upstream: Upstream, leg: Leg, fmt: Format, mode: str | None) -> None:
+    def _job(self, ctx: RequestContext, fmt: Format) -> Json | None:
+        """Return what our parsers are to do; None where they are not asked."""
+        if self.params.derender != "coordinator" or not self._wraps(ctx.api, fmt):
+            return None
+        assert ctx.rendered is not None, "tokens-in has a render step"
+        job = parse_job(ctx.api, ctx.rendered, ctx.body, self.params.mode, ctx.leg_id)
+        return None if job["context"] is None and job["decoding"] is None else job
+
+    async def _whole(
+        self, ctx: RequestContext, upstream: Upstream, leg: Leg, fmt: Format, mode: str | None, job: Json | None
+    ) -> None:
         reply = await upstream.post_json(ctx, leg)
         if mode is not None:
             check_echo(self.type, mode, reply.body)
@@ -191,16 +223,43 @@ class Decode:
             raise LegUnreadable(self.type, "the worker's answer is not a JSON object")
         answer = self._answer(ctx, fmt, reply.raw, reply.headers)
         answer.body = reply.body
+        if job is not None:
+            assert upstream.parsers is not None, "the wiring makes parsers where decode says so"
+            answer.body = await upstream.parsers.whole(job, reply.body)
         self._hand_on(ctx, fmt, answer)
 
-    async def _stream(self, ctx: RequestContext, upstream: Upstream, leg: Leg, fmt: Format, mode: str | None) -> None:
-        live = await upstream.stream(ctx, leg)
-        if isinstance(live, Reply):
-            raise LegFailed(self.type, "the worker was asked for a stream and answered with one JSON body")
+    async def _stream(
+        self, ctx: RequestContext, upstream: Upstream, leg: Leg, fmt: Format, mode: str | None, job: Json | None
+    ) -> None:
+        if job is not None:
+            await self._parsed_stream(ctx, upstream, leg, mode, job)
+            return
+        live = await self._opened(ctx, upstream, leg)
         # On the context first: whatever happens next, the server closes what the context holds.
         self._hand_on(ctx, fmt, self._answer(ctx, fmt, live, live.headers))
         if mode is not None:
             check_first_echo(self.type, mode, live.first_event)
+
+    async def _parsed_stream(
+        self, ctx: RequestContext, upstream: Upstream, leg: Leg, mode: str | None, job: Json
+    ) -> None:
+        assert upstream.parsers is not None, "the wiring makes parsers where decode says so"
+        parsing = upstream.parsers.open(job)  # before the worker is asked: they are made meanwhile
+        try:
+            live = await self._opened(ctx, upstream, leg)
+        except BaseException:
+            parsing.close()
+            raise
+        ctx.answer = self._answer(ctx, Format.GENERATE, parsing.attach(live), live.headers)
+        ctx.answer.parsed = job["context"] is not None
+        if mode is not None:
+            check_first_echo(self.type, mode, live.first_event)
+
+    async def _opened(self, ctx: RequestContext, upstream: Upstream, leg: Leg) -> LiveStream:
+        live = await upstream.stream(ctx, leg)
+        if isinstance(live, Reply):
+            raise LegFailed(self.type, "the worker was asked for a stream and answered with one JSON body")
+        return live
 
     def _hand_on(self, ctx: RequestContext, fmt: Format, answer: Answer) -> None:
         """Set the answer, or what the derender step makes it of."""

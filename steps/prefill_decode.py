@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from coordinator.context import Headers, LiveStream, RequestContext
-    from coordinator.step import Bootstrap, Leg, MediaFetcher, Peer, PipelineSettings, PlanRow, Reply, Upstream
+    from coordinator.step import Bootstrap, Leg, MediaFetcher, Parsers, Peer, PipelineSettings, PlanRow, Reply, Upstream
     from envelope.connectors import KvConnector
     from envelope.pairing import Pair
 
@@ -266,6 +266,10 @@ class _Tied:
     @property
     def bootstrap(self) -> Bootstrap:
         return self._upstream.bootstrap
+
+    @property
+    def parsers(self) -> Parsers | None:
+        return self._upstream.parsers
 
     def serves(self, ctx: RequestContext, role: str) -> bool:
         return self._upstream.serves(ctx, role)

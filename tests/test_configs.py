@@ -147,6 +147,8 @@ def built(tree: dict[str, Any], without: tuple[str, ...], folder: Path) -> bool:
     steps = [step for step in tree["pipeline"]["steps"] if step["type"] not in without]
     for step in steps:
         if "derender" in step["params"]:  # its default leaves a derender step no tokens
+            for key in ("tokenizer", "tool_parser", "reasoning_parser"):
+                del step["params"][key]  # for derender: coordinator alone
             step["params"] |= {"derender": "service", "output_mode": "tokens"}
     tree["pipeline"]["steps"] = steps
     file = folder / "on.yaml"

@@ -67,6 +67,7 @@ SECTIONS = ("config", "pools", "proxied", "lookup", "section", "environment", "p
 CONFIG = tuple(f"coordinator.{name}" for name in SECTIONS)
 WIRING = ("coordinator.app", "coordinator.cli", "coordinator.demo", "coordinator.serve", "coordinator.reload",
           "coordinator.member", "coordinator.crew", "coordinator.supervisor")
+DERENDERING = tuple(f"coordinator.derender.{name}" for name in ("process", "stream", "pool", "held"))
 RENDERING = family("coordinator.rendering")
 RENDERING_PLAIN = ("anthropic", "fields", "conversation", "tokenizer", "parsers", "sampling", "threads", "renderer")
 STEPS_SHARE = ("steps.joined", "steps.params", "steps.prompt")
@@ -174,7 +175,24 @@ TABLE = (
         f"the modules that do I/O (routing, {', '.join(WIRED)}) import aiohttp, envelope, the core, "
         "coordinator.units and one another",
         may=(*AIOHTTP, "coordinator.units", *ENVELOPE, *CORE, *IO),
-        types=tuple(f"coordinator.{name}" for name in ("config", "pools", "keys", "watch", "proxied")),
+        types=tuple(f"coordinator.{name}" for name in ("config", "pools", "keys", "watch", "proxied", "derender.held")),
+    ),
+    Row(
+        ("coordinator.derender", "coordinator.derender.process_main"),
+        "the loop of a parser process imports orjson: it is all that such a process has of ours, but for its parsers",
+        may=("orjson",),
+    ),
+    Row(
+        ("coordinator.derender.vllm_parsers",),
+        "coordinator.derender.vllm_parsers imports vllm inside functions: only a parser process calls them",
+        in_functions=("vllm",),
+    ),
+    Row(
+        DERENDERING,
+        "parser processes as the coordinator has them (process, stream, pool, held) import envelope, the core, "
+        "coordinator.problems and one another; never vllm",
+        may=(*ENVELOPE, *CORE, *DERENDERING),
+        types=("coordinator.problems",),
     ),
     Row(
         ("coordinator.otel",),

@@ -30,7 +30,10 @@ def own(extra: str) -> list[Requirement]:
 
 BASE = [Requirement(text) for text in PROJECT["project"]["dependencies"]]
 WANTED = [("runtime", each) for each in BASE]
-WANTED += [(extra if extra in OWN_LOCK else "runtime", each) for extra in EXTRAS for each in own(extra)]
+# vLLM's wheel, and torch's beside it, are those of an accelerator: whoever deploys it knows which.
+UNLOCKED = {"vllm"}
+LOCKED = [extra for extra in EXTRAS if extra not in UNLOCKED]
+WANTED += [(extra if extra in OWN_LOCK else "runtime", each) for extra in LOCKED for each in own(extra)]
 
 
 @cache

@@ -202,6 +202,30 @@ def test_a_derender_service_needs_tokens_and_a_step_that_asks_it(refused, steps:
     assert refused(*steps, use_openai_format=openai) == [f"pipeline.{sentence}"]
 
 
+NAMED = {"derender": "coordinator", "tokenizer": "/m", "tool_parser": "hermes"}
+PARSED = [
+    ({"derender": "coordinator", "tool_parser": "hermes"}, "tokenizer: missing: derender: coordinator needs the folder of the tokenizer"),
+    ({"derender": "coordinator", "tokenizer": "/m"}, "derender: coordinator has nothing to do, write the workers' tool_parser, reasoning_parser or both"),
+    ({"reasoning_parser": "qwen3"}, "reasoning_parser: nobody parses here, write derender: coordinator or take it out"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("params", "sentence"), PARSED)
+def test_the_coordinator_s_parsers_are_named_where_it_parses(refused, params: Any, sentence: str) -> None:
+    decode = step("decode", **params)
+    assert refused(RENDER, decode, use_openai_format=False) == [f"pipeline.steps[1].params.{sentence}"]
+
+
+@pytest.mark.parametrize("more", [{}, {"reasoning_parser": "qwen3"}, {"output_mode": "tokens"}])
+def test_the_coordinator_may_parse_text_or_tokens(made, more: dict[str, Any]) -> None:
+    assert len(made(RENDER, step("decode", **NAMED, **more), use_openai_format=False)) == 2
+
+
+def test_workers_without_a_tokenizer_may_have_their_tokens_made_text_with_no_parser(made) -> None:
+    decode = step("decode", derender="coordinator", tokenizer="/m", output_mode="tokens")
+    assert len(made(RENDER, decode, use_openai_format=False)) == 2
+
+
 MODES = [
     ({"derender": "service", "output_mode": "text"}, "output_mode: a derender service takes tokens and no text; write tokens or take it out"),
     ({"derender": "coordinator", "output_mode": "derender"}, "output_mode: the worker would have parsed already; write text, or tokens where it has no tokenizer"),

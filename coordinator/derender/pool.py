@@ -1,0 +1,156 @@
+"""The parser processes of one configuration: started before anybody is served, and replaced when they end.
+
+A request stays with the process that it began with. Which one that is does not matter but for how much each has to do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from coordinator.derender.process import ParserProcess
+from coordinator.derender.stream import STEP, Parsing, failure
+from coordinator.logs import log
+from envelope.errors import NoWorker
+from envelope.json_codec import dumps, loads
+
+if TYPE_CHECKING:
+    from envelope.json_codec import Json
+
+VLLM = "coordinator.derender.vllm_parsers:Parsers"
+
+# A process that ends at once would otherwise be started all the time: its imports take ten seconds of a core.
+_BACK_OFF_S = (0.5, 1.0, 2.0, 5.0, 15.0, 30.0)
+
+
+@dataclass(frozen=True, slots=True)
+class ParserSettings:
+    """
+    Attributes:
+        tokenizer: the folder of the model's tokenizer.
+        tool_parser, reasoning_parser: by vLLM's names; None is none.
+        processes: how many.
+        silence_s: a process that answers nothing for so long while something is asked of it is replaced.
+    """
+
+    tokenizer: str
+    tool_parser: str | None
+    reasoning_parser: str | None
+    processes: int
+    silence_s: float
+
+    def engine(self) -> dict[str, str | None]:
+        names = ("tokenizer", "tool_parser", "reasoning_parser")
+        return {name: getattr(self, name) for name in names}
+
+
+class Unusable(Exception):
+    """The processes cannot do what the configuration says; the text says why."""
+
+
+class ParserPool:
+    """Implements ``coordinator.step.Parsers``."""
+
+    def __init__(self, settings: ParserSettings, engine: str = VLLM) -> None:
+        self.settings = settings
+        self.engine = engine
+        self._processes: list[ParserProcess] = []
+        self._holders = 0
+        self._keepers: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Start the processes, unless they run, and wait until all can be asked; ``release`` is owed for each call.
+
+        Raises:
+            Unusable
+        """
+        self._holders += 1
+        if self._holders > 1:
+            return
+        try:
+            first = [await self._begun() for _ in range(self.settings.processes)]
+            for process in first:
+                if (why := await process.ready) is not None:
+                    raise Unusable(why)
+        except BaseException:
+            await self.release()
+            raise
+        loop = asyncio.get_running_loop()
+        self._keepers = [loop.create_task(self._keep(process)) for process in first]  # owned: release() ends them
+
+    async def release(self) -> None:
+        """End the processes once everybody who started them has released them."""
+        self._holders -= 1
+        if self._holders:
+            return
+        keepers, self._keepers = self._keepers, []
+        for keeper in keepers:
+            keeper.cancel()
+        await asyncio.gather(*keepers, return_exceptions=True)
+        processes, self._processes = self._processes, []
+        for process in processes:
+            await process.stop()
+
+    def problems(self) -> list[str]:
+        """Return why nothing can be parsed just now; empty is well."""
+        return [] if any(process.usable for process in self._processes) else [f"{STEP}: no parser process is ready"]
+
+    def open(self, job: Json) -> Parsing:
+        """Begin to parse a stream: its parsers are made at once.
+
+        Raises:
+            NoWorker
+        """
+        return Parsing(self._pick(), job)
+
+    async def whole(self, job: Json, reply: Json) -> Json:
+        """Parse a whole answer.
+
+        Raises:
+            NoWorker, LegFailed; BadRequest where the request asks for what cannot be parsed.
+        """
+        process, said = self._pick(), asyncio.get_running_loop().create_future()
+
+        def heard(kind: bytes, data: bytes) -> None:
+            if not said.done():
+                said.set_result((kind, data))
+
+        number = process.listen(heard)
+        try:
+            process.send(b"whole", number, dumps({"job": job, "reply": reply}), answered=True)
+            kind, data = await said
+        finally:
+            process.forget(number)
+        if kind == b"error":
+            raise failure(data)
+        parsed: Json = loads(data)
+        return parsed
+
+    def _pick(self) -> ParserProcess:
+        usable = [process for process in self._processes if process.usable]
+        if not usable:
+            raise NoWorker(STEP, "no parser process is ready", headers={"Retry-After": "1"})
+        return min(usable, key=lambda process: process.load)
+
+    async def _begun(self) -> ParserProcess:
+        process = ParserProcess(self.engine, self.settings.engine(), self.settings.silence_s)
+        self._processes.append(process)
+        await process.start()
+        return process
+
+    async def _keep(self, process: ParserProcess) -> None:
+        """Put another in the place of a process that ends, for ever; the owner cancels."""
+        failed = 0
+        while True:
+            await process.gone
+            self._processes.remove(process)
+            await process.stop()
+            wait_s = _BACK_OFF_S[min(failed, len(_BACK_OFF_S) - 1)]
+            log.error("a parser process ended, and is started again in %g s", wait_s)
+            await asyncio.sleep(wait_s)
+            process = await self._begun()
+            why = await process.ready
+            failed = failed + 1 if why is not None else 0
+            if why is not None:
+                log.error("a parser process cannot be used: %s", why)
