@@ -144,8 +144,8 @@ class ParserPool:
         failed = 0
         while True:
             await process.gone
-            self._processes.remove(process)
             await process.stop()
+            self._processes.remove(process)
             wait_s = _BACK_OFF_S[min(failed, len(_BACK_OFF_S) - 1)]
             log.error("a parser process ended, and is started again in %g s", wait_s)
             await asyncio.sleep(wait_s)

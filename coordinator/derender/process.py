@@ -53,6 +53,7 @@ class ParserProcess(asyncio.Protocol):
         self.ready: asyncio.Future[str | None] = self._loop.create_future()
         self.gone: asyncio.Future[None] = self._loop.create_future()
         self._child: asyncio.subprocess.Process | None = None
+        self._starting: asyncio.Task[None] | None = None
         self._transport: asyncio.Transport | None = None
         self._held: list[bytes] = []
         self._listeners: dict[bytes, Callable[[bytes, bytes], None]] = {}
@@ -62,6 +63,11 @@ class ParserProcess(asyncio.Protocol):
         self._watch: asyncio.TimerHandle | None = None
 
     async def start(self) -> None:
+        """Start the process; given up halfway, it is still ended by ``stop``."""
+        self._starting = self._loop.create_task(self._start())  # owned: awaited here or in stop()
+        await asyncio.shield(self._starting)
+
+    async def _start(self) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
             command = ("-m", MAIN, self._engine, dumps(dict(self._settings)).decode(), str(theirs.fileno()))
@@ -111,6 +117,8 @@ class ParserProcess(asyncio.Protocol):
 
     async def stop(self) -> None:
         """End the process, and wait for its end."""
+        if self._starting is not None:
+            await asyncio.wait((self._starting,))
         if self._transport is not None:
             self._transport.close()
         if self._child is not None:
