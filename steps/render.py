@@ -7,12 +7,13 @@ the limits hold for it all the same.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
 from coordinator.outbound import Outbound
 from coordinator.rendering.conversation import NEEDS_SERVICE
+from coordinator.rendering.parsers import REASONING_PARSERS, TOOL_PARSERS
 from coordinator.rendering.renderer import APIS, Model, Renderer
 from coordinator.step import Leg, LegLimits, PlanRow
 from coordinator.units import BaseUrl, Count, Duration
@@ -29,6 +30,16 @@ if TYPE_CHECKING:
     from coordinator.context import RequestContext
     from coordinator.step import PipelineSettings, Upstream
     from envelope.json_codec import Json
+
+
+def _known(parsers: frozenset[str]) -> AfterValidator:
+    def check(name: str) -> str:
+        if name not in parsers:
+            known = ", ".join(sorted(parsers))
+            raise ValueError(f"{name!r} is not known here, use a render service or write one of {known}")
+        return name
+
+    return AfterValidator(check)
 
 
 class InProcess(StepParams):
@@ -54,8 +65,12 @@ class InProcess(StepParams):
     default_chat_template_kwargs: dict[str, Any] = Field(
         default={}, description="the workers' --default-chat-template-kwargs"
     )
-    tool_parser: Literal["hermes"] | None = Field(default=None, description="the workers' --tool-call-parser")
-    reasoning_parser: Literal["qwen3"] | None = Field(default=None, description="the workers' --reasoning-parser")
+    tool_parser: Annotated[str, _known(TOOL_PARSERS), WithJsonSchema({"enum": sorted(TOOL_PARSERS)})] | None = Field(
+        default=None, description="the workers' --tool-call-parser"
+    )
+    reasoning_parser: (
+        Annotated[str, _known(REASONING_PARSERS), WithJsonSchema({"enum": sorted(REASONING_PARSERS)})] | None
+    ) = Field(default=None, description="the workers' --reasoning-parser")
     generation_config: str = Field(
         default="auto",
         description="the workers' --generation-config: auto is the model's own file, vllm none, else a folder",

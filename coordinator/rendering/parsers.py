@@ -2,7 +2,8 @@
 
 A parser may want special tokens in the text, constrain a forced tool call by a grammar, and say whether the prompt
 leaves the model inside a thought. Only the parsers in the tables are known here; any other name is refused in the
-configuration, since a guess would make other answers than the workers' own route.
+configuration, since a guess would make other answers than the workers' own route. Of tool calls that are forced, strict
+or one at a time, only hermes's grammar is.
 
 Source: vLLM 0.33 ``parser/abstract_parser.py`` (``_apply_structural_tag``), ``tool_parsers/``, ``parser/qwen3.py``,
 ``parser/engine/parser_engine.py`` (``is_reasoning_end``).
@@ -21,7 +22,7 @@ from envelope.errors import BadRequest
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from coordinator.rendering.fields import ChatFields, Tool
+    from coordinator.rendering.fields import ChatFields, Function, Tool
     from envelope.json_codec import Json
 
 
@@ -33,19 +34,46 @@ class Adjusted:
     skip_special_tokens: bool | None
 
 
-class HermesTools:
-    """``<tool_call>{"name": .., "arguments": ..}</tool_call>``."""
+# Tool parsers that want special tokens in the text: where there are tools to call, or whenever a parser runs at all.
+_SHOWN_WITH_TOOLS = (
+    *("apertus", "functiongemma", "gigachat3", "granite4", "hermes", "internlm", "jamba", "kimi_k2", "lfm2"),
+    *("longcat", "minicpm5", "qwen3_json", "step3"),
+)
+_SHOWN = ("gemma4", "granite", "mimo", "minimax_m2", "qwen3_coder", "qwen3_xml", "seed_oss", "step3p5", "step5")
+_NOT_SHOWN = (
+    *("deepseek_v3", "deepseek_v31", "dots", "ernie45", "granite-20b-fc", "hunyuan_a13b", "llama3_json"),
+    *("llama4_json", "llama4_pythonic", "minimax_m3", "olmo3", "phi4_mini_json", "pythonic", "xlam"),
+)
+# Reasoning parsers that do, and those that do not.
+_SHOWN_WITH_THOUGHTS = (
+    *("gemma4", "glm45", "glm47", "granite_thinking_parser", "kimi_k2", "mimo", "minicpmv", "minimax_m2"),
+    *("nemotron_v3", "qwen3", "seed_oss", "step3p5"),
+)
+_NOT_SHOWN_WITH_THOUGHTS = (
+    *("deepseek_r1", "deepseek_v3", "ernie45", "granite", "holo2", "hunyuan_a13b", "minimax_m2_append_think"),
+    *("minimax_m3", "olmo3", "step3", "step5"),
+)
 
-    BEGIN, END = "<tool_call>", "</tool_call>"
+TOOL_PARSERS = frozenset((*_SHOWN_WITH_TOOLS, *_SHOWN, *_NOT_SHOWN))
+REASONING_PARSERS = frozenset((*_SHOWN_WITH_THOUGHTS, *_NOT_SHOWN_WITH_THOUGHTS))
+
+
+class Tools:
+    """A tool parser, by its name at the workers."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
 
     def shows_special_tokens(self, fields: ChatFields) -> bool:
-        return bool(fields.tools) and fields.tool_choice != "none"
+        """Asked only where a parser runs."""
+        calls = bool(fields.tools) and fields.tool_choice != "none"
+        return self._name in _SHOWN or (calls and self._name in _SHOWN_WITH_TOOLS)
 
     def structure(self, fields: ChatFields, asked: Json | None) -> Json | None:
-        """Return the grammar of calls, where there must be one; ``asked`` is what the client constrained itself.
+        """Return what constrains the output; ``asked`` is what the client constrained itself.
 
         Raises:
-            BadRequest: only the engine's own library can write that grammar.
+            BadRequest: the calls need a grammar that is not known here.
         """
         tools = fields.tools
         if not tools or fields.tool_choice in ("none", None):
@@ -53,60 +81,74 @@ class HermesTools:
         auto = fields.tool_choice == "auto"
         strict = any(tool.function.strict is True for tool in tools)
         one = fields.parallel_tool_calls is False
-        if auto and asked is not None:
-            if strict:
-                raise BadRequest(
-                    NEEDS_SERVICE.format("a structured output beside strict tools"), param="response_format"
-                )
+        if auto and not strict and (asked is not None or not one):
             return asked
-        if auto and not strict and not one:
-            return None
-        return {"structural_tag": json.dumps({"type": "structural_tag", "format": self._format(fields, tools)})}
+        if auto and asked is not None:
+            raise BadRequest(NEEDS_SERVICE.format("a structured output beside strict tools"), param="response_format")
+        if self._name != "hermes":
+            raise BadRequest(
+                NEEDS_SERVICE.format(f"a tool call that is forced, strict or single, with {self._name},"), param="tools"
+            )
+        return {"structural_tag": json.dumps({"type": "structural_tag", "format": hermes_format(fields, tools)})}
 
-    def _format(self, fields: ChatFields, tools: Sequence[Tool]) -> Json:
-        choice = fields.tool_choice
-        if isinstance(choice, NamedTool):
-            tools = [tool for tool in tools if tool.function.name == choice.function.name]
-        tags = [self._tag(tool, gap) for tool in tools for gap in ("\n", "")]
-        single = fields.parallel_tool_calls is False
-        if choice == "auto":
-            return {
-                "type": "triggered_tags",
-                "triggers": [self.BEGIN],
-                "tags": tags,
-                "at_least_one": False,
-                "stop_after_first": single,
-                "excludes": [],
-            }
+
+_BEGIN, _END = "<tool_call>", "</tool_call>"
+
+
+def hermes_format(fields: ChatFields, tools: Sequence[Tool]) -> Json:
+    """Return the grammar of ``<tool_call>{"name": .., "arguments": ..}</tool_call>``."""
+    choice, single = fields.tool_choice, fields.parallel_tool_calls is False
+    if isinstance(choice, NamedTool):
+        tools = [tool for tool in tools if tool.function.name == choice.function.name]
+    tags = [_hermes_tag(tool.function, gap) for tool in tools for gap in ("\n", "")]
+    if choice == "auto":
         return {
-            "type": "tags_with_separator",
+            "type": "triggered_tags",
+            "triggers": [_BEGIN],
             "tags": tags,
-            "separator": "",
-            "at_least_one": True,
-            "stop_after_first": single or isinstance(choice, NamedTool),
+            "at_least_one": False,
+            "stop_after_first": single,
+            "excludes": [],
         }
-
-    def _tag(self, tool: Tool, gap: str) -> Json:
-        function = tool.function
-        schema: Any = True
-        if function.strict and function.parameters is not None:
-            schema = function.parameters
-        return {
-            "type": "tag",
-            "begin": f'{self.BEGIN}{gap}{{"name": "{function.name}", "arguments": ',
-            "content": {
-                "type": "json_schema",
-                "json_schema": schema,
-                "style": "json",
-                "any_order": False,
-                "max_whitespace_cnt": None,
-                "excludes": [],
-            },
-            "end": f"}}{gap}{self.END}",
-        }
+    return {
+        "type": "tags_with_separator",
+        "tags": tags,
+        "separator": "",
+        "at_least_one": True,
+        "stop_after_first": single or isinstance(choice, NamedTool),
+    }
 
 
-class Qwen3Reasoning:
+def _hermes_tag(function: Function, gap: str) -> Json:
+    schema: Any = function.parameters if function.strict and function.parameters is not None else True
+    return {
+        "type": "tag",
+        "begin": f'{_BEGIN}{gap}{{"name": "{function.name}", "arguments": ',
+        "content": {
+            "type": "json_schema",
+            "json_schema": schema,
+            "style": "json",
+            "any_order": False,
+            "max_whitespace_cnt": None,
+            "excludes": [],
+        },
+        "end": f"}}{gap}{_END}",
+    }
+
+
+class Reasoning:
+    """A reasoning parser, by its name at the workers."""
+
+    def __init__(self, name: str, id_of: Callable[[str], int | None]) -> None:
+        self.shows_special_tokens = name in _SHOWN_WITH_THOUGHTS
+        self._qwen3 = Qwen3(id_of) if name == "qwen3" else None
+
+    def ended(self, token_ids: Sequence[int], template_kwargs: Json) -> bool | None:
+        """Say whether the prompt leaves the model outside of a thought; None leaves it to the worker to look."""
+        return None if self._qwen3 is None else self._qwen3.ended(token_ids, template_kwargs)
+
+
+class Qwen3:
     """``<think>`` .. ``</think>``, from the first token on unless the template was told to leave thinking out.
 
     A tool call ends a thought too, and what stands before the last turn's begin is past.
@@ -134,16 +176,12 @@ class Qwen3Reasoning:
         return not thinks
 
 
-TOOL_PARSERS: dict[str, Callable[[], HermesTools]] = {"hermes": HermesTools}
-REASONING_PARSERS: dict[str, Callable[[Callable[[str], int | None]], Qwen3Reasoning]] = {"qwen3": Qwen3Reasoning}
-
-
 @dataclass(frozen=True, slots=True)
 class Parsers:
     """A deployment's parsers; None where its workers have none of that kind."""
 
-    tools: HermesTools | None = None
-    reasoning: Qwen3Reasoning | None = None
+    tools: Tools | None = None
+    reasoning: Reasoning | None = None
 
     def adjust(self, fields: ChatFields) -> Adjusted:
         """
@@ -155,7 +193,9 @@ class Parsers:
         asked = fields.constraint()
         if self.reasoning is None and fields.tool_choice == "none":
             return Adjusted(asked, None)
-        shown = self.reasoning is not None or (self.tools is not None and self.tools.shows_special_tokens(fields))
+        shown = (self.reasoning is not None and self.reasoning.shows_special_tokens) or (
+            self.tools is not None and self.tools.shows_special_tokens(fields)
+        )
         structure = asked if self.tools is None else self.tools.structure(fields, asked)
         return Adjusted(structure, False if shown else None)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from coordinator.rendering import anthropic, fields, sampling, tokenizer
 from coordinator.rendering.conversation import NEEDS_SERVICE, conversation, count_tool_calls
-from coordinator.rendering.parsers import REASONING_PARSERS, TOOL_PARSERS, Adjusted, Parsers
+from coordinator.rendering.parsers import Adjusted, Parsers, Reasoning, Tools
 from coordinator.rendering.threads import Threads
 from envelope.client_request import single_prompt
 from envelope.errors import BadRequest, LegTimeout
@@ -71,8 +71,8 @@ class Renderer:
                 f"{model.folder}/tokenizer.json has the SHA-256 {self.tokenizer.sha256}, not that of tokenizer_sha"
             )
         self._parsers = Parsers(
-            TOOL_PARSERS[model.tool_parser]() if model.tool_parser else None,
-            REASONING_PARSERS[model.reasoning_parser](self.tokenizer.id_of) if model.reasoning_parser else None,
+            Tools(model.tool_parser) if model.tool_parser else None,
+            Reasoning(model.reasoning_parser, self.tokenizer.id_of) if model.reasoning_parser else None,
         )
         own = model.generation_config == "auto"
         folder = model.folder if own else model.generation_config

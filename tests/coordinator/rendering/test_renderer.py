@@ -129,6 +129,38 @@ def test_a_deployment_without_parsers_asks_for_none(rendered: Any) -> None:
         assert told in answer["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("tool_parser", "reasoning_parser", "shown", "shown_with_tools"),
+    [
+        ("hermes", "deepseek_r1", False, True),
+        ("llama3_json", "deepseek_r1", False, False),
+        ("llama3_json", "kimi_k2", True, True),
+        ("granite4", "granite", False, True),
+        ("qwen3_xml", "deepseek_r1", True, True),
+    ],
+)
+def test_parsers_are_shown_the_special_tokens_that_they_look_for(
+    rendered: Any, tool_parser: str, reasoning_parser: str, shown: bool, shown_with_tools: bool
+) -> None:
+    """Such as ``<tool_call>``; what else these parsers know is the worker's to look at."""
+    by = without_parsers(tool_parser=tool_parser, reasoning_parser=reasoning_parser)
+    for tools, expected in ({}, shown), ({"tools": [WEATHER]}, shown_with_tools):
+        status, answer = rendered(*chat(**tools), by)
+        assert (status, answer["sampling_params"].get("skip_special_tokens", True)) == (200, not expected)
+        assert answer["reasoning_ended"] is None
+        assert answer["reasoning_parser_kwargs"] is not None
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"tool_choice": "required"}, {"tool_choice": {"type": "function", "function": {"name": "get_weather"}}},
+     {"parallel_tool_calls": False}, {"tools": [ADD]}],
+)  # fmt: skip
+def test_a_call_whose_grammar_is_not_known_here_is_refused(rendered: Any, fields: dict[str, Any]) -> None:
+    status, answer = rendered(*chat(**{"tools": [WEATHER], **fields}), without_parsers(tool_parser="llama3_json"))
+    assert (status, "needs a render service" in answer["error"]["message"]) == (400, True)
+
+
 def test_a_deployment_s_own_generation_config_stands_for_what_a_client_left_out(rendered: Any, tmp_path: Any) -> None:
     """As vLLM's --generation-config and --override-generation-config."""
     (tmp_path / "generation_config.json").write_text('{"temperature": 0.3, "max_new_tokens": 50}')
