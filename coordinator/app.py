@@ -30,6 +30,7 @@ from coordinator.pipeline import Pipeline
 from coordinator.plan import Plan, Plans
 from coordinator.problems import ConfigError, Path, show_path
 from coordinator.questions import Questions
+from coordinator.recent import Recent
 from coordinator.release import Releaser
 from coordinator.respond import Manner
 from coordinator.routing.choice import pool_router
@@ -75,6 +76,7 @@ PLANS = web.AppKey("plans", Plans)
 # Makes the plan of another configuration, to take the place of the one it is given.
 PLAN_OF: web.AppKey[partial[Plan]] = web.AppKey("plan_of", partial)
 METRICS = web.AppKey("metrics", Metrics)
+RECENT = web.AppKey("recent", Recent)
 # Of the main port and of that of the metrics; None is plain HTTP.
 CERTIFICATES: web.AppKey[tuple[Certificate | None, Certificate | None]] = web.AppKey("certificates", tuple)
 # The certificates' files: they are the listener's, and outlive a plan.
@@ -96,7 +98,8 @@ def build(config: Config) -> web.Application:
     certificates = main, credentials.certificate(server, "metrics_cert_dir", watch)
     names = ModelNames()
     tracing = _spans(config) if config.tracing else None
-    recorder = Recorder(metrics, names, tracing or PASSING)
+    recent = Recent(time.monotonic, time.time)
+    recorder = Recorder(metrics, names, tracing or PASSING, recent if server.shows_status else None)
     plan_of = partial(plan, metrics, names, ParserPools())
     passage = Passage()
     front = Front(
@@ -115,6 +118,7 @@ def build(config: Config) -> web.Application:
     app[REFUSED] = recorder.refused
     app[PLAN_OF] = plan_of
     app[METRICS] = metrics
+    app[RECENT] = recent
     app[PLANS] = Plans(front.plan, partial(setattr, front, "plan"))
     app[PATIENCE] = Patience(
         server.write_stall_timeout or None,

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 Message = tuple[str, Any]
 
+# What a process is asked to tell of itself: what it counts, and what the status page shows.
+COUNTS, STATUS = "counts", "status"
+
 _LENGTH = struct.Struct("!I")
 _PIECE = 2**16
 

@@ -165,6 +165,16 @@ class Server(Section):
         "", description="folder with tls.crt and tls.key of the metrics port, which is plain HTTP without it"
     )
 
+    status_page: bool = Field(
+        True,
+        description="show pools, load and the last requests at /status on metrics_port, without prompts, answers or "
+        "keys; there is no page where that port is unset or off",
+    )
+
+    @property
+    def shows_status(self) -> bool:
+        return self.status_page and self.metrics_port is not None and self.metrics_port > 0
+
     @property
     def checks_keys(self) -> bool:
         return bool(self.api_keys or self.api_keys_file)

@@ -6,14 +6,15 @@ import os
 import signal
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from coordinator.channel import COUNTS
 from coordinator.logs import log
 from coordinator.metrics import ProcessMetrics
 from coordinator.totals import families, kept, total
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from coordinator.channel import Line, Message
     from coordinator.totals import Families
@@ -27,10 +28,10 @@ class Process:
 
     Attributes:
         began: when it was started, monotonic seconds.
-        told: what it counted when it was asked the last time.
+        told: what it said of itself when it was asked the last time, by subject.
         addresses: where it listens; empty until it does.
-        asks: it waits for the sums over all processes.
-        telling: it has been asked what it counts, and has not said.
+        asks: the subjects of which it waits to hear what all processes say.
+        telling: the subject of which it has been asked, and has not said.
         silent: its end is closed, so it is about to be over.
     """
 
@@ -38,10 +39,10 @@ class Process:
     pid: int
     line: Line
     began: float
-    told: Families = field(default_factory=list)
+    told: dict[str, Any] = field(default_factory=dict)
     addresses: Sequence[str] = ()
-    asks: bool = False
-    telling: bool = False
+    asks: set[str] = field(default_factory=set)
+    telling: str | None = None
     silent: bool = False
 
     def __str__(self) -> str:
@@ -74,19 +75,21 @@ class Crew:
             process.silent = True
 
     def hear(self, process: Process, until: float = 0.0) -> None:
-        """Take in what a process has said, and wait until then for what it counts."""
+        """Take in what a process has said, and wait until then for what it has been asked to tell."""
         try:
             while (message := process.line.receive(until if process.telling else 0.0)) is not None:
                 self._take(process, message)
         except OSError:
-            process.telling, process.silent = False, True
+            process.telling, process.silent = None, True
 
     def _take(self, process: Process, message: Message) -> None:
         match message:
-            case "counted", told:
-                process.told, process.telling = told, False
-            case "total", _:
-                process.asks = True
+            case "told", (subject, told):
+                process.told[subject] = told
+                if process.telling == subject:
+                    process.telling = None
+            case "all", subject:
+                process.asks.add(subject)
             case "listening", addresses:
                 process.addresses = addresses
                 if not self.up and all(other.addresses for other in self.processes):
@@ -100,25 +103,31 @@ class Crew:
         self.hear(process)
         process.line.close()
         self.processes.remove(process)
-        self._dead = total([self._dead, kept(process.told)])
+        self._dead = total([self._dead, kept(process.told.get(COUNTS, []))])
 
-    def count(self) -> None:
-        """Have all processes tell what they count; who does not is taken at its last word."""
+    def ask(self, subject: str) -> None:
+        """Have all processes tell of themselves. What one counts is taken at its last word: sums must not fall."""
         until = time.monotonic() + _TOLD_WITHIN_S
         for process in self.processes:
+            if subject != COUNTS:
+                process.told.pop(subject, None)
             if process.addresses and not process.silent:
-                process.telling = True
-                self.tell(process, "count")
+                process.telling = subject
+                self.tell(process, "tell", subject)
         for process in self.processes:
             self.hear(process, until)
 
     def answer(self) -> None:
-        """Give the sums to those that ask for them."""
-        if not any(process.asks for process in self.processes):
-            return
-        self.count()
-        own = families(self.metrics.registry)
-        sums = total([own, self._dead, *(process.told for process in self.processes)])
-        for process in [process for process in self.processes if process.asks]:
-            process.asks = False
-            self.tell(process, "total", sums)
+        """Give those that ask what all processes say."""
+        for subject in set[str]().union(*(process.asks for process in self.processes)):
+            self.ask(subject)
+            told = self._sums() if subject == COUNTS else [*self._told(subject)]
+            for process in [process for process in self.processes if subject in process.asks]:
+                process.asks.remove(subject)
+                self.tell(process, "all", (subject, told))
+
+    def _sums(self) -> Families:
+        return total([families(self.metrics.registry), self._dead, *self._told(COUNTS)])
+
+    def _told(self, subject: str) -> Iterator[Any]:
+        return (process.told[subject] for process in self.processes if subject in process.told)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from coordinator.app import FRONT, METRICS
-from coordinator.channel import Channel
+from coordinator.channel import COUNTS, STATUS, Channel
 from coordinator.logs import log
 from coordinator.totals import families, page
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
     from coordinator.config import Config
     from coordinator.reload import Reloader
-    from coordinator.totals import Families
+    from coordinator.status import Status, Told
 
-_TOTAL_WITHIN_S = 10.0
+_ALL_WITHIN_S = 10.0
 
 
 class Member:
@@ -35,12 +35,12 @@ class Member:
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
-        self._asking: list[asyncio.Future[Families]] = []
+        self._asking: dict[str, list[asyncio.Future[Any]]] = {}
         self._drains = False
         self._configs: asyncio.Queue[Config] = asyncio.Queue()
 
-    async def begin(self, app: web.Application, reloader: Reloader, stops: asyncio.Queue[None]) -> None:
-        self._app, self._reloader, self._stops = app, reloader, stops
+    async def begin(self, app: web.Application, reloader: Reloader, stops: asyncio.Queue[None], status: Status) -> None:
+        self._app, self._reloader, self._stops, self._status = app, reloader, stops, status
         # More than one may come, as from systemd to each process and from the supervisor: to drain is all they mean.
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._drain)
         self._channel = await Channel.open(self._end)
@@ -58,12 +58,13 @@ class Member:
         """Do as the supervisor says, until it is gone: without it nobody would end this process."""
         async for word, what in self._channel.messages():
             match word:
-                case "count":
-                    await self._count()
-                case "total":
-                    for asking in self._asking:
-                        asking.set_result(what)
-                    self._asking.clear()
+                case "tell":
+                    await self._tell(what)
+                case "all":
+                    subject, told = what
+                    for asking in self._asking.pop(subject, ()):
+                        if not asking.done():
+                            asking.set_result(told)
                 case "reload":
                     self._configs.put_nowait(what)
                 case "refused":
@@ -76,20 +77,37 @@ class Member:
         log.error("the supervisor is gone")
         self._drain()
 
-    async def end(self) -> None:
-        await self._count()
+    async def statuses(self) -> Sequence[Told]:
+        told: list[Told] = await self._of_all(STATUS)
+        return told
 
-    async def _count(self) -> None:
-        await self._channel.send("counted", families(self._app[METRICS].registry))
+    async def end(self) -> None:
+        await self._tell(COUNTS)
+
+    async def _tell(self, subject: str) -> None:
+        told = families(self._app[METRICS].registry) if subject == COUNTS else self._status.told()
+        await self._channel.send("told", (subject, told))
 
     async def _page(self) -> tuple[bytes, str]:
-        """Return the exposition of all processes together."""
+        return page(await self._of_all(COUNTS))
+
+    async def _of_all(self, subject: str) -> Any:
+        """Return what the supervisor makes of what every process tells; who asks meanwhile gets the same.
+
+        Raises:
+            TimeoutError: the supervisor does not answer.
+        """
         asking = asyncio.get_running_loop().create_future()
-        self._asking.append(asking)
-        if len(self._asking) == 1:
-            await self._channel.send("total")
-        async with asyncio.timeout(_TOTAL_WITHIN_S):
-            return page(await asking)
+        waiting = self._asking.setdefault(subject, [])
+        waiting.append(asking)
+        try:
+            if len(waiting) == 1:
+                await self._channel.send("all", subject)
+            async with asyncio.timeout(_ALL_WITHIN_S):
+                return await asking
+        finally:
+            if asking in waiting:  # whoever waited has left, or waited for too long
+                waiting.remove(asking)
 
     async def _apply(self) -> None:
         """Apply what the supervisor has found good; it takes a while, in which other words are heeded."""

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from coordinator.context import Attempt, LegTime, RequestContext
     from coordinator.metrics import Metrics
     from coordinator.model_names import ModelNames
+    from coordinator.recent import Recent
     from coordinator.respond import Result
     from coordinator.tracing import Trace, Tracing
 
@@ -57,10 +58,17 @@ class Outcome:
 
 
 class Recorder:
-    """Tells of requests: one log line each, the metrics, and a trace."""
+    """Tells of requests: one log line each, the metrics, and a trace.
 
-    def __init__(self, metrics: Metrics, names: ModelNames, tracing: Tracing = PASSING) -> None:
+    Args:
+        recent: keeps the last ones for the status page; None where there is none.
+    """
+
+    def __init__(
+        self, metrics: Metrics, names: ModelNames, tracing: Tracing = PASSING, recent: Recent | None = None
+    ) -> None:
         self._metrics = metrics
+        self._recent = recent
         self._names = names
         self._tracing = tracing
 
@@ -77,6 +85,8 @@ class Recorder:
             self._count(ctx, outcome)
         counted = {} if outcome.result is None else self._answer(route, model or "", outcome, outcome.result)
         outcome.trace.end(ctx, outcome)
+        if self._recent is not None:
+            self._recent.add(route, client_id, ctx, outcome, model or "", seconds)
         if access.enabled:
             access.write(_line(route, client_id, ctx, outcome, model, counted, seconds))
 

@@ -15,6 +15,7 @@ from coordinator.config import load
 from coordinator.listener import Runner
 from coordinator.logs import log
 from coordinator.reload import FileWatch, Reloader
+from coordinator.status import Pages, Status
 from coordinator.units import ListenAddr
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
     from coordinator.config import Config
     from coordinator.server import Front
+    from coordinator.status import Told
 
 
 class Steering(Protocol):
@@ -34,11 +36,18 @@ class Steering(Protocol):
 
     shares_port: bool
 
-    async def begin(self, app: web.Application, reloader: Reloader, stops: asyncio.Queue[None]) -> None:
+    async def begin(self, app: web.Application, reloader: Reloader, stops: asyncio.Queue[None], status: Status) -> None:
         """Take over, before anything is opened: each word to stop is put into ``stops``."""
 
     async def listening(self, addresses: Sequence[str]) -> None:
         """Take note that clients can come."""
+
+    async def statuses(self) -> Sequence[Told]:
+        """Return what each process tells of itself.
+
+        Raises:
+            TimeoutError: who knows the others does not answer.
+        """
 
     async def run(self) -> None:
         """Do what there is to do meanwhile; cancelled at the end."""
@@ -55,8 +64,8 @@ class Alone:
     def __init__(self, path: str) -> None:
         self._file = FileWatch(path)
 
-    async def begin(self, app: web.Application, reloader: Reloader, stops: asyncio.Queue[None]) -> None:
-        self._app, self._reloader = app, reloader
+    async def begin(self, app: web.Application, reloader: Reloader, stops: asyncio.Queue[None], status: Status) -> None:
+        self._app, self._reloader, self._status = app, reloader, status
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stops.put_nowait, None)
@@ -65,6 +74,9 @@ class Alone:
     async def listening(self, addresses: Sequence[str]) -> None:
         for address in addresses:
             log.info("listening", extra={"fields": {"address": address}})
+
+    async def statuses(self) -> Sequence[Told]:
+        return [self._status.told()]
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -87,13 +99,14 @@ async def serve(config: Config, path: str, steering: Steering) -> None:
     """
     stops = asyncio.Queue[None]()
     app = build(config)
-    await steering.begin(app, Reloader(app, partial(load, path, os.environ)), stops)
+    reloader = Reloader(app, partial(load, path, os.environ))
+    await steering.begin(app, reloader, stops, Status(app, reloader, path))
     front, server = app[FRONT], config.server
     runner = Runner(app, server.max_header_size)
     await runner.setup()
     extra: web.AppRunner | None = None
     try:
-        extra = await _metrics_site(config, front, _tls(app, 1), steering.shares_port)
+        extra = await _metrics_site(config, front, steering, _tls(app, 1))
         await _listen(runner, server.listen_addr, _tls(app, 0), steering.shares_port, backlog=2048)
         await steering.listening([f"{host}:{port}" for host, port, *_ in runner.addresses])
         async with asyncio.TaskGroup() as tasks:
@@ -119,16 +132,20 @@ def _tls(app: web.Application, port: int) -> ssl.SSLContext | None:
     return None if certificate is None else certificate.context
 
 
-async def _metrics_site(config: Config, front: Front, tls: ssl.SSLContext | None, shared: bool) -> web.AppRunner | None:
+async def _metrics_site(
+    config: Config, front: Front, steering: Steering, tls: ssl.SSLContext | None
+) -> web.AppRunner | None:
     port = config.server.metrics_port
     if port is None or port <= 0:
         return None
     app = web.Application()
     app.add_routes([web.get("/metrics", front.metrics_page)])
+    if config.server.shows_status:
+        app.add_routes(Pages(steering.statuses, config.server.workers).routes())
     runner = web.AppRunner(app, access_log=None, handle_signals=False)
     await runner.setup()
     try:
-        await _listen(runner, ListenAddr(config.server.listen_addr.host, port), tls, shared)
+        await _listen(runner, ListenAddr(config.server.listen_addr.host, port), tls, steering.shares_port)
     except OSError:
         await runner.cleanup()
         raise

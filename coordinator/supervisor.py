@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from coordinator.app import build
-from coordinator.channel import Line
+from coordinator.channel import COUNTS, Line
 from coordinator.config import load
 from coordinator.crew import Crew, Process
 from coordinator.logs import LEVELS, log, set_up
@@ -142,7 +142,7 @@ class Supervisor:
                 self._reload()
         if now >= self._count_at:
             self._count_at = now + _COUNT_EVERY_S
-            self._crew.count()
+            self._crew.ask(COUNTS)
         if now >= self._kill_at:
             self._kill_at = math.inf
             for process in self._crew.processes:

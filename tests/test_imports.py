@@ -59,14 +59,14 @@ CORE = (*CONTRACT, *(f"coordinator.{name}" for name in PLAIN))
 WIRED = (
     *("fetch", "release", "retry", "upstream", "call", "relay", "server", "intake", "listener", "respond", "health"),
     *("questions", "passage", "wire", "bootstrap", "outcome", "attempt", "model_names", "server_timing", "plan"),
-    "tracing",
+    *("tracing", "recent"),
 )
 LOOKUPS = {"coordinator.routing.dns": "dns", "coordinator.routing.kubernetes": "kubernetes_asyncio"}
 IO = (*family("coordinator.routing"), *(f"coordinator.{name}" for name in WIRED))
 SECTIONS = ("config", "pools", "proxied", "lookup", "section", "environment", "problems", "yaml_file")
 CONFIG = tuple(f"coordinator.{name}" for name in SECTIONS)
 WIRING = ("coordinator.app", "coordinator.cli", "coordinator.demo", "coordinator.serve", "coordinator.reload",
-          "coordinator.member", "coordinator.crew", "coordinator.supervisor")
+          "coordinator.member", "coordinator.crew", "coordinator.supervisor", "coordinator.status")
 DERENDERING = tuple(f"coordinator.derender.{name}" for name in ("process", "stream", "pool", "held"))
 RENDERING = family("coordinator.rendering")
 RENDERING_PLAIN = ("anthropic", "fields", "conversation", "tokenizer", "parsers", "sampling", "threads", "renderer")
@@ -239,7 +239,7 @@ TABLE = (
         may=(*ENVELOPE, *CORE),
         types=("coordinator.upstream", "coordinator.routing.router"),
     ),
-    Row(WIRING, "app, cli, demo, serve, reload, member, crew and supervisor may import everything", may=("*",)),
+    Row(WIRING, "app, cli, demo, serve, reload, member, crew, supervisor and status may import everything", may=("*",)),
     Row(("coordinator.__main__",), "coordinator.__main__ imports coordinator.cli", may=("coordinator.cli",)),
 )
 
@@ -251,6 +251,7 @@ IMPORTED_ONLY_BY = {
     "coordinator.reload": WIRING,
     "coordinator.member": WIRING,
     "coordinator.crew": WIRING,
+    "coordinator.status": WIRING,
     "coordinator.supervisor": WIRING,
     "coordinator.cli": ("coordinator.__main__",),
     "steps": ("coordinator.registry", "steps.*", *WIRING),

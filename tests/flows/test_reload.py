@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from coordinator.plan import Plan
+    from coordinator.status import Status
 
 CHAT = "/v1/chat/completions"
 DONE = b"data: [DONE]\n\n"
@@ -271,6 +272,7 @@ OTHER = {
     "listen_addr": ":1", "metrics_port": 2, "max_header_size": 9, "read_header_timeout": 1, "idle_timeout": 1,
     "write_stall_timeout": 1, "secure_serving": True, "cert_path": "/c", "tls_min_version": "VersionTLS13",
     "tls_cipher_suites": ["TLS_ECDHE_RSA_WITH_AES_128_GCM_SHA256"], "metrics_cert_dir": "/m", "workers": 2,
+    "status_page": False,
 }  # fmt: skip
 
 
@@ -342,9 +344,11 @@ class Steered(Alone):
 
     url = ""
 
-    async def begin(self, app: web.Application, reloader: Reloader, stops: asyncio.Queue[None]) -> None:
+    async def begin(
+        self, app: web.Application, reloader: Reloader, stops: asyncio.Queue[None], status: Status
+    ) -> None:
         self.app, self.stops = app, stops
-        await super().begin(app, reloader, stops)
+        await super().begin(app, reloader, stops, status)
 
     async def listening(self, addresses: Sequence[str]) -> None:
         self.url = f"http://{addresses[0]}"
