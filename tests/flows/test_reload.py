@@ -18,7 +18,7 @@ from aiohttp import web
 
 from coordinator import reload
 from coordinator.app import FRONT, PLANS, build
-from coordinator.config import Config, load
+from coordinator.config import Config, Server, load
 from coordinator.listener import Runner
 from coordinator.problems import ConfigError
 from coordinator.reload import AT_START, FileWatch, Reloader, check
@@ -268,18 +268,24 @@ async def test_the_level_of_the_log_follows_the_file(served: Any, scripted: Any)
         root.setLevel(level)
 
 
-OTHER = {
-    "listen_addr": ":1", "metrics_port": 2, "max_header_size": 9, "read_header_timeout": 1, "idle_timeout": 1,
-    "write_stall_timeout": 1, "secure_serving": True, "cert_path": "/c", "tls_min_version": "VersionTLS13",
-    "tls_cipher_suites": ["TLS_ECDHE_RSA_WITH_AES_128_GCM_SHA256"], "metrics_cert_dir": "/m", "workers": 2,
-    "status_page": False,
-}  # fmt: skip
+# Of ``server``: what another plan has, and so what a changed file changes.
+APPLIED = {
+    *("read_timeout", "write_timeout", "shutdown_timeout", "max_request_body_size", "readiness_interval"),
+    *("max_concurrency", "queue_size", "queue_timeout", "heartbeat_after", "heartbeat_interval"),
+    *("api_keys", "api_keys_file", "forward_authorization", "metrics_models", "server_timing"),
+}
+
+
+def test_every_key_of_the_server_is_applied_or_refused() -> None:
+    """A new key says which of the two it is: one that is passed over would be told as applied."""
+    assert {*AT_START} | APPLIED == Server.model_fields.keys()
+    assert not {*AT_START} & APPLIED
 
 
 @pytest.mark.parametrize("key", AT_START)
 def test_what_only_a_restart_changes_is_named(key: str) -> None:
     before = Config.model_validate(tree("http://127.0.0.1:1"))
-    server = before.server.model_copy(update={key: OTHER[key]})
+    server = before.server.model_copy(update={key: object()})
     with pytest.raises(ConfigError, match=f"server.{key}: changing it takes a restart"):
         check(before, before.model_copy(update={"server": server}))
 
