@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from coordinator.routing.router import Worker
     from coordinator.step import Leg
     from coordinator.tracing import LegTrace
+    from envelope.errors import ApiError
 
 
 class Watcher:
@@ -84,6 +85,12 @@ class Watched:
             log.debug("leg", extra={"fields": {**_named(self._ctx, attempt), **ended}})
         if self._closed:
             self._trace.end(attempt)
+
+    def broke(self, error: ApiError) -> None:
+        """Note that a stream failed after its first event."""
+        if self.attempt.outcome == "ok":
+            self.attempt.outcome = type(error).__name__
+            self._metrics.stream_broken(self.attempt)
 
     def close(self) -> None:
         """Note that the worker has nothing more to do for us; call it once."""

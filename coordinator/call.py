@@ -122,6 +122,8 @@ class Call:
     def ended(self, error: ApiError | None) -> None:
         if self.report is not None:
             self.report(self.worker, error)
+        if self.watched is not None and error is not None:
+            self.watched.broke(error)
 
     async def push(self, take: Callable[[bytes], bool]) -> bool:
         """Give the answer's bytes to ``take`` as they come, the first event's included; see ``LiveStream``."""

@@ -382,6 +382,7 @@ class Metrics:
 
     def stream_broken(self, attempt: Attempt) -> None:
         self.streams_broken.labels(attempt.role, attempt.worker).inc()
+        self.unusable(attempt.step, attempt.outcome)
 
     def stream(self, route: str, model: str, pace: Pace, ttft_s: float, output_tokens: int) -> None:
         """Take the clock points of a stream that is over."""

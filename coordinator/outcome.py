@@ -82,7 +82,8 @@ class Recorder:
         model = None if ctx is None else self._names.label(ctx.body.get("model"), answered=ok)
         self._metrics.request(route, outcome.word, model or "", seconds)
         if ctx is not None:
-            self._count(ctx, outcome)
+            for leg in ctx.legs:
+                self._metrics.leg(leg)
         counted = {} if outcome.result is None else self._answer(route, model or "", outcome, outcome.result)
         outcome.trace.end(ctx, outcome)
         if self._recent is not None:
@@ -95,12 +96,6 @@ class Recorder:
         outcome = Outcome()
         outcome.fail(error)
         self.record("none", client_id, None, outcome, 0.0)
-
-    def _count(self, ctx: RequestContext, outcome: Outcome) -> None:
-        for leg in ctx.legs:
-            self._metrics.leg(leg)
-        if outcome.word == "stream_broken" and ctx.attempts:
-            self._metrics.stream_broken(ctx.attempts[-1])
 
     def _answer(self, route: str, model: str, outcome: Outcome, result: Result) -> dict[str, Any]:
         """Count what an answer took, and return it for the line."""

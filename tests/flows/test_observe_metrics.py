@@ -142,6 +142,18 @@ async def test_a_stream_that_breaks_off_is_counted_for_its_worker(coordinator, f
         fleet.decode.behave.next(fault)
         await at.chat(stream=True)
     assert await at.count("coordinator_streams_broken_total", **where) == 2
+    assert await at.count("coordinator_worker_leg_seconds_count", **where, outcome="ok") == 2  # up to their first event
+
+
+async def test_a_stream_that_cannot_be_read_is_an_answer_of_no_use(says, scripted):
+    """V19: also where the first events were well."""
+    good = {"output_mode": "text", "choices": [{"index": 0, "text": "a", "token_ids": [1], "finish_reason": None}]}
+    frame = b"data: " + json.dumps(good).encode() + b"\n\n"
+    at, _ = await says(scripted.sse(frame, b"data: {no JSON\n\n"), shape="text")
+    got = await at.chat(stream=True)
+    assert (got.status, got.whole) == (200, False)
+    assert await at.count("coordinator_answers_unusable_total", step="decode", reason="unreadable") == 1
+    assert await at.count("coordinator_streams_broken_total") == 1
 
 
 async def test_what_no_route_takes_is_counted_and_has_its_line_too(coordinator, fleet):
