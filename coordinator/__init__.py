@@ -13,6 +13,9 @@ One request, in the order in which the modules see it:
 In front of it stand ``listener`` (who may hold a connection, and how long), ``keys`` (who may ask) and ``admission``
 (who may begin).
 
+What an operator sees of it comes from ``attempt`` (one call of one worker) and ``outcome`` (one request): lines of
+``logs``, instruments of ``metrics``, and the spans of ``tracing``, which ``otel`` exports. ``pace`` times tokens.
+
 ``config`` is one YAML file as pydantic models, ``registry`` turns its steps into objects, and ``app`` wires it all to a
 ``plan``, which requests are answered by. ``serve`` is the process, ``reload`` puts another plan in place,
 ``supervisor`` runs several of them, ``cli`` is the command line, and ``sim`` the simulated workers of ``demo`` and of
