@@ -89,8 +89,21 @@ async def test_a_header_above_the_limit_is_a_431_and_one_below_it_travels(coordi
     """H13: a router in front may put a long list into a header; aiohttp's own limit is 8190 bytes."""
     worker = await scripted(scripted.json({"choices": []}))
     at = await coordinator(fleet, "alone", pools={"decode": {"endpoints": [worker.url]}})
-    assert (await at.post(CHAT, BODY, ("baggage", "k=v," * 7500))).status == 200
-    assert len(worker.received[0][0]["baggage"]) == 30_000
+    assert (await at.post(CHAT, BODY, ("x-long", "k=v," * 7500))).status == 200
+    assert len(worker.received[0][0]["x-long"]) == 30_000
+
+
+async def test_a_long_baggage_is_taken_and_goes_on_within_its_limits(coordinator, fleet, scripted):
+    """H13: 9 KB in a header are well, and what of them has to be carried is."""
+    worker = await scripted(scripted.json({"choices": []}))
+    at = await coordinator(fleet, "alone", pools={"decode": {"endpoints": [worker.url]}})
+    assert (await at.post(CHAT, BODY, ("baggage", ",".join(f"k{i}={'v' * 90}" for i in range(96))))).status == 200
+    assert len(worker.received[0][0]["baggage"].split(",")) == 64
+
+
+async def test_a_head_above_the_limit_is_a_431(coordinator, fleet):
+    """H13, H19."""
+    at = await coordinator(fleet)
     for too_long in (head(CHAT, "baggage: " + "k" * 33_000), head("/" + "p" * 33_000, method="GET")):
         async with connect(at.url) as wire:
             await wire.send(too_long)
