@@ -109,9 +109,9 @@ class PrefixAffinity:
             if known < _SEEN_ENOUGH * len(blocks):
                 break
             holders = seen[known - 1]
-            if holders is not before and (fit := _fit(holders, limit, usable)):
+            if holders is not before and (worker := _least(holders, limit, usable)) is not None:
                 self._last = known, len(blocks)
-                return min(fit, key=_tokens)
+                return worker
             before = holders
         return None
 
@@ -132,26 +132,28 @@ class PrefixAffinity:
         return max(self._max_load * self._pool.tokens / (len(self._stays) or 1), self._free_tokens)
 
     def _remember(self, blocks: Sequence[int], stay: _Stay) -> None:
-        table, alone = self._table, (stay,)
-        before: tuple[_Stay, ...] = ()
-        now: tuple[_Stay, ...] = alone
+        table = self._table
+        alone: tuple[_Stay, ...] = (stay,)
+        before, now = alone, alone
         for block in reversed(blocks):  # the first block last, as without it the others are not found
-            holders = table.get(block, ())
+            holders = table.get(block)
+            if holders is None:
+                table[block] = alone
+                continue
             if holders is not before:  # blocks that went the same way share one tuple
                 before, now = holders, holders if stay in holders else (stay, *holders[: _HOLDERS - 1])
-            table[block] = now if holders else alone
+            if now is not holders:
+                table[block] = now
             table.move_to_end(block)
         while len(table) > self._remembered_blocks:
             table.popitem(last=False)
 
 
-def _fit(holders: Sequence[_Stay], limit: float, usable: Usable) -> list[Worker]:
-    return [
-        stay.worker
-        for stay in holders
-        if stay.here and stay.worker.tokens <= limit and (usable is None or usable(stay.worker))
-    ]
-
-
-def _tokens(worker: Worker) -> int:
-    return worker.tokens
+def _least(holders: Sequence[_Stay], limit: float, usable: Usable) -> Worker | None:
+    """Return the worker with the least load of those that are here, are not above the limit, and may be chosen."""
+    least = None
+    for stay in holders:
+        worker = stay.worker
+        if stay.here and worker.tokens <= limit and (usable is None or usable(worker)):
+            least = worker if least is None or worker.tokens < least.tokens else least
+    return least

@@ -35,12 +35,12 @@ def chain(ctx: RequestContext, block_tokens: int) -> Sequence[int]:
 
 def _of_tokens(generate: Json, tokens: Sequence[int], block_tokens: int) -> list[int]:
     number, numbers = _seed(generate), []
-    media = _media(generate.get("features"), block_tokens)
+    media = _media(generate["features"], block_tokens) if generate.get("features") else None
     for start in range(0, len(tokens) - block_tokens + 1, block_tokens):
         # The hash of a tuple of numbers does not differ from process to process, as that of a text does.
-        number = hash(
-            (number, hash(tuple(tokens[start : start + block_tokens])), *media.get(start // block_tokens, ()))
-        )
+        number = hash((number, hash(tuple(tokens[start : start + block_tokens]))))
+        if media and (inside := media.get(start // block_tokens)):
+            number = hash((number, *inside))
         numbers.append(number)
     return numbers
 
