@@ -49,6 +49,8 @@ from coordinator.watch import Watch
 from envelope.derender import derender_path
 from envelope.errors import NoWorker
 from envelope.formats import PATHS, RENDER_PATHS, Format
+from envelope.generate import TOKENS
+from envelope.legs import mode_for
 from steps.decode import Decode
 from steps.derender import Derender
 from steps.prefill_decode import PrefillDecode
@@ -408,12 +410,26 @@ def probes(
             our_key=links[role].our_key,
             why_none=finders[role].why_none if finders and role in finders else None,
             health=router.health if isinstance(router, PoolRouter) else None,
+            modes=_modes(steps) if role == "decode" else (),
+            learn=router.learn if isinstance(router, PoolRouter) else None,
         )
         for role in paths
         for router in [links[role].router]
         if not isinstance(router, HeaderRouter)  # its workers are known to the router in front
         for gateway in [isinstance(router, GatewayRouter)]
     ]
+
+
+def _modes(steps: Sequence[Step]) -> tuple[str, ...]:
+    """Return the output modes, other than token ids, that decode is asked for by clients of any API but generate."""
+    asked = {
+        mode_for(api, step.params.mode)
+        for step in steps
+        if isinstance(step, (Decode, PrefillDecode))
+        for api in SERVED
+        if api is not Format.GENERATE and step.plan(api).format is Format.GENERATE
+    }
+    return tuple(sorted(asked - {TOKENS}))
 
 
 def _tokens_in(steps: Sequence[Step]) -> bool:

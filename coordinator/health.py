@@ -1,27 +1,29 @@
 """Whether the workers can be reached: asked on a clock of our own, so that a storm of probes costs them nothing.
 
-A role is reachable when one of its workers answers ``GET /health``. Routes that a pipeline needs and that vLLM serves
-only with a flag are tried as well, so that a missing flag is named here and not by the first request that fails.
+A role is reachable when one of its workers answers ``GET /health`` and can do what the pipeline needs of it
+(``capability``).
 """
 
 from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import aiohttp
 
+from coordinator.capability import PROBE_TIMEOUT_S, Asker, Unanswered, manner
 from coordinator.logs import log
 
 if TYPE_CHECKING:
     import ssl
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from coordinator.routing.health import Health
     from coordinator.routing.router import Worker
 
-_PROBE_TIMEOUT_S = 3.0
+# A worker may be replaced by another version at the same address, between two questions after its health.
+_AGAIN_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,8 @@ class RoleProbe:
         our_key: what the configuration calls the key that these workers want of us; None where clients have one.
         why_none: says why there are no workers, where they are looked up.
         health: is told what every worker answers to /health.
+        modes: output modes that the pipeline asks of this role.
+        learn: is told what each worker cannot do: routes and modes, and why.
     """
 
     role: str
@@ -46,6 +50,16 @@ class RoleProbe:
     our_key: str | None = None
     why_none: Callable[[], str] | None = None
     health: Health | None = None
+    modes: tuple[str, ...] = ()
+    learn: Callable[[Worker, Mapping[str, str]], None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """What a worker has told of itself: why it does not fit, if so, and until when that is taken as it is."""
+
+    misfit: str | None
+    until: float
 
 
 class Readiness:
@@ -67,11 +81,16 @@ class Readiness:
         self._problems = {probe.role: f"{probe.role}: not asked yet" for probe in self._probes}
         self._ready = asyncio.Event()
         self.asked = asyncio.Event()
-        self._proven: set[str] = set()  # workers whose scale-out routes are known to be on
+        self._told: dict[Worker, _Told] = {}
+        self._notes: dict[str, list[str]] = {}
 
     def problems(self) -> list[str]:
         """Return one sentence for each role that has no usable worker; empty means ready."""
         return [*self._problems.values(), *(problem for find in self._more for problem in find())]
+
+    def notes(self) -> list[str]:
+        """Return one sentence for each worker that is left out, of roles that others can be used of."""
+        return [f"{role}: {note}" for role, notes in self._notes.items() for note in notes]
 
     async def until_ready(self) -> None:
         """Return once every role has been found usable."""
@@ -86,6 +105,8 @@ class Readiness:
                 async with asyncio.TaskGroup() as tasks:
                     for probe in self._probes:
                         tasks.create_task(self._renew(probe, session))
+                here = {worker for probe in self._probes for worker in probe.known()}
+                self._told = {worker: told for worker, told in self._told.items() if worker in here}
                 self.asked.set()
                 if not self._problems:
                     self._ready.set()
@@ -98,11 +119,17 @@ class Readiness:
         before = self._problems.pop(probe.role, None)
         if None not in faults:
             self._problems[probe.role] = f"{probe.role}: {faults[0]}"
+        self._note(probe.role, [fault for fault in faults if fault is not None] if None in faults else [])
         now = self._problems.get(probe.role)
         if now is not None and now != before:
             log.warning("not ready: %s", now)
         elif now is None and before is not None:
             log.info("%s: reachable", probe.role)
+
+    def _note(self, role: str, notes: list[str]) -> None:
+        new, self._notes[role] = set(notes).difference(self._notes.get(role, ())), notes
+        for misfit in new.intersection(told.misfit for told in self._told.values() if told.misfit is not None):
+            log.warning("%s: %s", role, misfit)
 
     async def _fault(self, probe: RoleProbe, worker: Worker, session: aiohttp.ClientSession) -> str | None:
         """Return why a worker cannot be used, or None."""
@@ -110,13 +137,25 @@ class Readiness:
         if probe.health is not None:
             probe.health.probed(worker, fault)
         if fault is not None:
-            self._proven.discard(worker.url)  # it may come back as another server
-        elif worker.url not in self._proven:
-            for path in probe.scale_out:
-                fault = fault or await _route_fault(probe, worker, path, session)
-            if fault is None:
-                self._proven.add(worker.url)
-        return fault
+            self._told.pop(worker, None)  # it may come back as another server
+            return fault
+        return await self._misfit(probe, worker, session)
+
+    async def _misfit(self, probe: RoleProbe, worker: Worker, session: aiohttp.ClientSession) -> str | None:
+        """Return why a worker that is well cannot do what the pipeline needs, or None; asked of it now and then."""
+        now = asyncio.get_running_loop().time()
+        told = self._told.get(worker)
+        if told is None or now >= told.until:
+            asker = Asker(session, probe.scale_out, probe.modes, probe.tls, probe.our_key)
+            try:
+                lacks = await asker.lacks(worker)
+            except Unanswered as unanswered:
+                return str(unanswered) if told is None else told.misfit
+            misfit = next(iter(lacks.values()), None)
+            if probe.learn is not None:
+                probe.learn(worker, lacks)
+            self._told[worker] = told = _Told(misfit, now + (_AGAIN_S if misfit is None else 0.0))
+        return told.misfit
 
 
 def _why_none(probe: RoleProbe) -> str:
@@ -126,34 +165,11 @@ def _why_none(probe: RoleProbe) -> str:
 async def _health_fault(probe: RoleProbe, worker: Worker, session: aiohttp.ClientSession) -> str | None:
     try:
         async with (
-            asyncio.timeout(_PROBE_TIMEOUT_S),
-            session.get(f"{worker.url}/health", **_manner(probe, worker)) as answer,
+            asyncio.timeout(PROBE_TIMEOUT_S),
+            session.get(f"{worker.url}/health", **manner(worker, probe.tls)) as answer,
         ):
             if answer.status == 200 or probe.gateway:
                 return None
             return f"{worker.url}/health answers {answer.status}"
     except (aiohttp.ClientError, TimeoutError, OSError):
         return f"{worker.url} cannot be reached"
-
-
-def _manner(probe: RoleProbe, worker: Worker) -> Any:
-    return {"headers": worker.headers, "ssl": probe.tls or True, "allow_redirects": False}
-
-
-async def _route_fault(probe: RoleProbe, worker: Worker, path: str, session: aiohttp.ClientSession) -> str | None:
-    """Send an empty body: a worker that serves the route refuses it with a 400, before any work."""
-    try:
-        async with (
-            asyncio.timeout(_PROBE_TIMEOUT_S),
-            session.post(f"{worker.url}{path}", json={}, **_manner(probe, worker)) as answer,
-        ):
-            status = answer.status
-    except (aiohttp.ClientError, TimeoutError, OSError):
-        return f"{worker.url} cannot be reached"
-    if status == 401 and probe.our_key is not None:
-        return f"{worker.url} answers 401 on {path}: {probe.our_key} must be the key that it was started with"
-    if status == 403:
-        return f"{worker.url} answers 403 on {path}: start vllm serve with --enable-scale-out"
-    if status in (404, 405):
-        return f"{worker.url} has no {path}: is it the right server, and vllm serve with --enable-scale-out?"
-    return None

@@ -296,7 +296,7 @@ class Front:
         problems = ["shutting down"] if self.draining else self.plan.readiness.problems()
         if problems:
             return web.Response(status=503, text="".join(f"{problem}\n" for problem in problems))
-        return web.Response(text="ok\n")
+        return web.Response(text="".join(f"{line}\n" for line in ("ok", *self.plan.readiness.notes())))
 
     async def _guarded_metrics(self, request: web.Request) -> web.StreamResponse:
         """Answer /metrics on the main port, where clients are: they tell of everybody's load."""

@@ -5,15 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from envelope.formats import PATHS, Format
+from envelope.generate import DERENDER, TEXT
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from coordinator.context import Headers, LiveStream, RequestContext
     from envelope.connectors import KvConnector
     from envelope.ec_transfer import EcConnector
-    from envelope.formats import Format
     from envelope.json_codec import Json
     from envelope.media_types import Kind
+
+
+_GENERATE = PATHS[Format.GENERATE]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +82,12 @@ class Leg:
     tied: bool = False
     runs_on_s: float = 0.0
     method: str = "POST"
+
+    @property
+    def needs(self) -> str:
+        """What its worker must serve: the output mode where it is to make text of tokens, else the route."""
+        mode = self.body.get("output_mode") if self.path == _GENERATE else None
+        return mode if mode in (TEXT, DERENDER) else self.path
 
 
 @dataclass(frozen=True, slots=True)

@@ -155,7 +155,11 @@ class HttpUpstream:
         router, tried = self.links[leg.role].router, list[Worker]()
         self._budget.deposit()
         begun = asyncio.get_running_loop().time()
-        worker = router.pick(ctx, ctx.failed) or router.pick(ctx) if leg.to is None else _worker(leg.to)
+        needs = leg.needs
+        if leg.to is not None:
+            worker: Worker | None = _worker(leg.to)
+        else:
+            worker = router.pick(ctx, ctx.failed, needs) or router.pick(ctx, (), needs)
         while worker is not None:
             refused = False
             call = Call(leg, worker, self._pools[leg.role], len(tried), begun, router.weight(ctx))
@@ -176,7 +180,7 @@ class HttpUpstream:
                 error.retryable |= leg.idempotent and isinstance(error, (LegFailed, LegTimeout))
                 if error.retryable:
                     ctx.failed.append(worker)
-                worker = router.pick(ctx, [*tried, *ctx.failed]) if error.retryable else None
+                worker = router.pick(ctx, [*tried, *ctx.failed], needs) if error.retryable else None
                 if call.stale:  # the worker is well: the request begins again, over a new connection
                     error.elsewhere = True
                     raise
@@ -188,6 +192,8 @@ class HttpUpstream:
                 ctx.handover_fetched |= leg.single_use and call.connected and not refused
             self._metrics.retries.labels(leg.step).inc()
             await asyncio.sleep(wait_s(len(tried)))
+        if why := router.why_none(needs):
+            raise LegFailed(leg.step, f"no {leg.role} worker can do this: {why}")
         raise NoWorker(leg.step, f"there is no {leg.role} worker", headers={"Retry-After": "1"})
 
     def _linger(self, ctx: RequestContext, call: Call) -> None:

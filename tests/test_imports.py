@@ -57,6 +57,7 @@ CONTRACT = ("coordinator.step", "coordinator.context")
 PLAIN = ("addresses", "admission", "headers", "pipeline", "metrics", "logs", "pace", "redact", "shapes", "verdict")
 CORE = (*CONTRACT, *(f"coordinator.{name}" for name in PLAIN))
 WIRED = (
+    "capability",
     *("fetch", "release", "retry", "upstream", "call", "relay", "server", "intake", "listener", "respond", "health"),
     *("questions", "passage", "wire", "bootstrap", "outcome", "attempt", "model_names", "server_timing", "plan"),
     *("tracing", "recent"),

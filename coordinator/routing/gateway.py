@@ -34,8 +34,11 @@ class GatewayRouter:
         ctx.carried.setdefault(self.DECISION, ctx.leg_id)
         return True
 
-    def pick(self, ctx: RequestContext, tried: Sequence[Worker] = ()) -> Worker:
+    def pick(self, ctx: RequestContext, tried: Sequence[Worker] = (), needs: str = "") -> Worker:
         return self._worker  # the picker behind it chooses anew
+
+    def why_none(self, needs: str) -> str | None:
+        return None
 
     def why(self, ctx: RequestContext, worker: Worker) -> str:
         return "the endpoint picker behind the gateway chooses"

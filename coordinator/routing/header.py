@@ -65,7 +65,7 @@ class HeaderRouter:
             raise self._none_named()
         return bool(named) and origin(named[0]) not in self._never
 
-    def pick(self, ctx: RequestContext, tried: Sequence[Worker] = ()) -> Worker | None:
+    def pick(self, ctx: RequestContext, tried: Sequence[Worker] = (), needs: str = "") -> Worker | None:
         named = self._named(ctx)
         if not named:
             raise self._none_named()
@@ -78,6 +78,9 @@ class HeaderRouter:
             left = (url for url in left if origin(url) not in self._never)
         url = next(left, None)
         return None if url is None else self._worker(url)
+
+    def why_none(self, needs: str) -> str | None:
+        return None
 
     def why(self, ctx: RequestContext, worker: Worker) -> str:
         return f"named by the header {self._header}"

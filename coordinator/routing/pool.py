@@ -9,7 +9,7 @@ from coordinator.logs import log
 from envelope.prompt import count_tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from coordinator.context import RequestContext
     from coordinator.routing.health import Health
@@ -55,16 +55,17 @@ class PoolRouter:
         self._max_inflight = max_inflight
         self._by_prompt = by_prompt
         self._in_use: Sequence[Worker] | None = None
+        self._lacking: frozenset[str] = frozenset()  # what some of the workers do not serve
 
     def serves(self, ctx: RequestContext) -> bool:
         return True
 
-    def pick(self, ctx: RequestContext, tried: Sequence[Worker] = ()) -> Worker | None:
+    def pick(self, ctx: RequestContext, tried: Sequence[Worker] = (), needs: str = "") -> Worker | None:
         self._follow()
         again = bool(tried)
-        worker = self.policy.choose(ctx, self._usable(tried, self._max_inflight), again=again)
+        worker = self.policy.choose(ctx, self._usable(tried, needs, self._max_inflight), again=again)
         if worker is None and self._max_inflight:
-            worker = self.policy.choose(ctx, self._usable(tried, 0), again=again)
+            worker = self.policy.choose(ctx, self._usable(tried, needs, 0), again=again)
         if worker is None:
             return None
         if self.health is not None and worker in self.health.on_trial:
@@ -89,6 +90,16 @@ class PoolRouter:
         if self.health is not None and (error is not None or worker.failures):
             self.health.report(worker, error)
 
+    def learn(self, worker: Worker, lacks: Mapping[str, str]) -> None:
+        """Take in what a worker does not serve: it gets no legs that need it."""
+        if worker.lacks != lacks:
+            worker.lacks = lacks
+            self._lacking = frozenset(need for each in self.members.workers for need in each.lacks)
+
+    def why_none(self, needs: str) -> str | None:
+        lacking = [why for worker in self.members.workers if (why := worker.lacks.get(needs)) is not None]
+        return lacking[0] if lacking and len(lacking) == len(self.members.workers) else None
+
     def known(self) -> tuple[Worker, ...]:
         return self.members.workers
 
@@ -99,15 +110,16 @@ class PoolRouter:
             self._in_use = used
             self.policy.use(used)
 
-    def _usable(self, tried: Sequence[Worker], max_inflight: int) -> Usable:
+    def _usable(self, tried: Sequence[Worker], needs: str, max_inflight: int) -> Usable:
         health = self.health
         on_trial = health.on_trial if health is not None else ()
-        if not (tried or max_inflight or on_trial):
+        if not (tried or max_inflight or on_trial or needs in self._lacking):
             return None
 
         def usable(worker: Worker) -> bool:
             return (
                 worker not in tried
+                and needs not in worker.lacks
                 and (not max_inflight or worker.in_flight < max_inflight)
                 and (worker not in on_trial or health is None or health.may_try(worker))
             )

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from coordinator.context import RequestContext
     from envelope.errors import ApiError
@@ -39,6 +39,7 @@ class Worker:
         in_flight: legs that are being answered now.
         tokens: of their prompts, and something for each leg; 0 where the policy does not ask for it.
         failures: legs that failed in a row.
+        lacks: routes and output modes that it is known not to serve, each with a sentence that says why.
     """
 
     url: str
@@ -47,6 +48,7 @@ class Worker:
     in_flight: int = 0
     tokens: int = 0
     failures: int = 0
+    lacks: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     def begin(self, tokens: int = 0) -> None:
         """Count a leg, and what it weighs."""
@@ -68,8 +70,15 @@ class Router(Protocol):
     def serves(self, ctx: RequestContext) -> bool:
         """Say whether this request has a worker of the role; False leaves the role's leg out."""
 
-    def pick(self, ctx: RequestContext, tried: Sequence[Worker] = ()) -> Worker | None:
-        """Return the worker for one leg of this request; None when those that were tried are all there are."""
+    def pick(self, ctx: RequestContext, tried: Sequence[Worker] = (), needs: str = "") -> Worker | None:
+        """Return the worker for one leg of this request; None when those that were tried are all there are.
+
+        Args:
+            needs: the route or output mode that the worker must serve.
+        """
+
+    def why_none(self, needs: str) -> str | None:
+        """Say why no worker serves what a leg needs; None where it is not for that."""
 
     def why(self, ctx: RequestContext, worker: Worker) -> str:
         """Say how the worker that was picked last came to be picked."""

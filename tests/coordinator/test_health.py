@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -115,7 +116,7 @@ async def test_a_worker_that_does_not_answer_in_time_cannot_be_reached(
         await asyncio.Event().wait()
         return web.Response()
 
-    monkeypatch.setattr("coordinator.health._PROBE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("coordinator.health.PROBE_TIMEOUT_S", 0.05)
     app = web.Application()
     app.router.add_get("/health", hang)
     url = str((await aiohttp_server(app)).make_url("/")).rstrip("/")
@@ -160,11 +161,32 @@ async def test_our_key_that_a_worker_does_not_know_is_named(asked: Any, worker: 
     ]
 
 
-async def test_every_route_is_tried_up_to_the_first_fault(asked: Any, worker: Any) -> None:
-    made = await worker(health=200, generate=403, render=400)
-    (problem,) = await asked(probe(made.url, scale_out=(GENERATE, RENDER)), until=told)
+async def test_every_route_is_tried_and_what_a_worker_lacks_is_passed_on(asked: Any, worker: Any) -> None:
+    made, learned = await worker(health=200, generate=403, render=404), []
+    asking = probe(made.url, scale_out=(GENERATE, RENDER), learn=lambda worker, lacks: learned.append(lacks))
+    (problem,) = await asked(asking, until=told)
     assert "answers 403" in problem
-    assert all(path != RENDER for _, path, _ in made.asked)
+    assert [*learned[0]] == [GENERATE, RENDER] and "has no" in learned[0][RENDER]
+
+
+async def test_a_worker_that_does_not_fit_is_named_while_others_serve(
+    asked: Any, worker: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    fit, misfit = await worker(health=200, generate=400), await worker(health=200, generate=403)
+    readiness = Readiness([probe(fit.url, misfit.url, scale_out=(GENERATE,))], 0.001)
+    with caplog.at_level(logging.WARNING, "coordinator"):
+        running = asyncio.ensure_future(readiness.run())
+        try:
+            await asyncio.wait_for(readiness.until_ready(), 10)
+            await until(lambda _: [path for _, path, _ in misfit.asked].count("/health") > 3)
+            assert (readiness.problems(), len(readiness.notes())) == ([], 1)
+            misfit.statuses[GENERATE] = 400
+            await until(lambda _: not readiness.notes())
+        finally:
+            running.cancel()
+            await asyncio.wait((running,))
+    sentence = f"decode: {misfit.url} answers 403 on {GENERATE}: start vllm serve with --enable-scale-out"
+    assert [record.getMessage() for record in caplog.records] == [sentence]
 
 
 async def test_a_route_that_was_proven_is_not_tried_again_until_the_worker_was_gone(asked: Any, worker: Any) -> None:

@@ -22,6 +22,7 @@ from multidict import CIMultiDict
 from prometheus_client.parser import text_string_to_metric_families
 
 from coordinator.app import FRONT, build
+from coordinator.capability import MODE_QUESTION
 from coordinator.config import Config
 from coordinator.listener import Runner
 from coordinator.sim import Received, SimFleet, SimWorker
@@ -385,10 +386,10 @@ def dial() -> Callable[..., Any]:
 
 @pytest.fixture
 def legs() -> Callable[[SimWorker], list[Received]]:
-    """``legs(worker)`` are the requests that a worker got, without those that ask for its health."""
+    """``legs(worker)`` are the requests that a worker got, without those that ask what it can do."""
 
     def of(worker: SimWorker) -> list[Received]:
-        return [received for received in worker.received if received.method == "POST" and received.body != {}]
+        return [one for one in worker.received if one.method == "POST" and one.body not in ({}, MODE_QUESTION)]
 
     return of
 

@@ -132,7 +132,7 @@ async def test_a_mode_that_is_not_echoed_is_a_502_that_says_which_vllm_it_takes(
 async def test_a_worker_older_than_the_modes_is_a_502(coordinator, fleet_of):
     """V19: of 0.31, which ignores the field; of 0.32, which refuses derender."""
     old = await fleet_of(decode_settings=Settings(version="0.31.0"))
-    at = await coordinator(old, "text")
+    at = await coordinator(old, "text", ready=False)
     got = await at.chat()
     assert (got.status, "vLLM 0.32 or later" in got.error["message"]) == (502, True)
 
