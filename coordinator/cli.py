@@ -137,7 +137,8 @@ def _print_plan(config: Config, steps: Sequence[Step], api: Format) -> None:
     for step in steps:
         row = step.plan(api)
         call = f"{row.format or ''} {row.path}" if row.path else "no call"
-        where = f"-> {_destination(config, steps, row.role)}" if row.role and row.path else ""
+        roles = [*row.also, row.role] if row.role and row.path else []
+        where = f"-> {' and '.join(_destination(config, steps, role) for role in roles)}" if roles else ""
         notes = f"({'; '.join(row.notes)})" if row.notes else ""
         print("  " + " ".join(part for part in (f"{row.step:19}", call, where, notes) if part))
 

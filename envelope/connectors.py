@@ -122,7 +122,7 @@ _TABLE = (
     KvConnector(
         name="kv-mooncake",
         engine="MooncakeConnector",
-        checked="vLLM 0.33, sources",
+        checked="vLLM 0.33, run on CPUs over TCP",
         freed="a decode leg of ours, else VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT (480 s)",
         order=Order.CONCURRENT,
         tie=Tie.TRANSFER,

@@ -80,9 +80,12 @@ class PrefillDecode:
             return "skipped"
         id, attempt = ctx.leg_id, 1
         while True:
+            again = attempt < self.params.max_attempts
             try:
-                return await self._together(ctx, upstream, again=attempt < self.params.max_attempts)
-            except _Again:
+                return await self._together(ctx, upstream, again=again)
+            except LegError as error:
+                if not (again and error.retryable and error.elsewhere):
+                    raise
                 attempt += 1
                 self._settings.events.begun_again()
                 ctx.begin_again(f"{id}-{attempt}")
@@ -99,12 +102,14 @@ class PrefillDecode:
     async def _together(self, ctx: RequestContext, upstream: Upstream, *, again: bool) -> str:
         """Make one attempt.
 
+        Args:
+            again: another attempt may follow, so what the file says of a prefill that failed is not yet done.
+
         Raises:
             ApiError: of the leg that failed first.
-            _Again: that leg may do better on another worker.
         """
         worker = upstream.choose(ctx, self._prefill.role)
-        pair, headers = await self._tie(ctx, upstream, worker, again=again)
+        pair, headers = await self._tie(ctx, upstream, worker)
         if not self._kv.own_body:
             ctx.handover, ctx.handover_at = pair.decode, self._settings.clock()
         ctx.prefilled = True
@@ -112,7 +117,9 @@ class PrefillDecode:
         loop = asyncio.get_running_loop()
         # Owned: what is not awaited here is cancelled at the end, or goes with the stream.
         prefilling = loop.create_task(self._run_prefill(ctx, self._to_prefill(upstream, held, worker, headers, again)))
-        decoding = loop.create_task(self._decode.run(ctx, self._to_decode(upstream, pair, again)))
+        # Where decode takes params, its step puts them there, as it does with any hand-over.
+        fields = pair.decode if self._kv.own_body else {}
+        decoding = loop.create_task(self._decode.run(ctx, _Tied(upstream, self._kv, fields, {})))
         try:
             how = await _first(prefilling, decoding)
             if how in (None, "ok"):
@@ -137,13 +144,7 @@ class PrefillDecode:
             changes |= {"runs_on_s": _RUNS_ON_S, "late": held.came}
         return _Tied(upstream, self._kv, held.pair.prefill, changes, again=again)
 
-    def _to_decode(self, upstream: Upstream, pair: Pair, again: bool) -> _Tied:
-        # Where decode takes params, its step puts them there, as it does with any hand-over.
-        return _Tied(upstream, self._kv, pair.decode if self._kv.own_body else {}, {}, again=again)
-
-    async def _tie(
-        self, ctx: RequestContext, upstream: Upstream, worker: Peer, *, again: bool
-    ) -> tuple[Pair, Headers]:
+    async def _tie(self, ctx: RequestContext, upstream: Upstream, worker: Peer) -> tuple[Pair, Headers]:
         """Return what ties the legs to this worker, and the headers that prefill needs for it."""
         host, port = urlsplit(worker.url).hostname or "", self._settings.bootstrap_port(worker.url)
         if self._kv.tie is Tie.ROOM:
@@ -155,7 +156,8 @@ class PrefillDecode:
             engines = await upstream.bootstrap.engines(ctx, address)
         except LegError as error:
             ctx.failed.append(worker)
-            raise (_Again(error) if again else error) from None
+            error.retryable = error.elsewhere = True
+            raise
         self._turn += 1
         rank = sorted(engines)[self._turn % len(engines)]
         # A worker with one rank may know it by another number than its bootstrap server does.
@@ -167,8 +169,8 @@ class PrefillDecode:
         try:
             outcome = await self._prefill.run(ctx, upstream)
         except _Again as again:
-            outcome = again.outcome
-            raise
+            outcome = type(again.error).__name__
+            raise again.error from None
         except ApiError as error:
             outcome = type(error).__name__
             raise
@@ -200,11 +202,11 @@ async def _first(prefilling: asyncio.Task[str], decoding: asyncio.Task[str]) -> 
 
 
 class _Again(Exception):
-    """A leg of a pair failed on the worker's side, and another pair may be tried."""
+    """Carries a failure past what the prefill step does about it, since another pair of workers may do better."""
 
     def __init__(self, error: LegError) -> None:
         super().__init__(error.message)
-        self.outcome = type(error).__name__
+        self.error = error
 
 
 class _Held:
@@ -247,11 +249,17 @@ class _Tied:
     Args:
         fields: this leg's half of the pair.
         changes: what else the leg has that its step does not know of.
-        again: a failure on the worker's side is raised as _Again.
+        again: a failure after which another pair may be tried is raised as _Again.
     """
 
     def __init__(
-        self, upstream: Upstream, kv: KvConnector, fields: Mapping[str, Any], changes: dict[str, Any], *, again: bool
+        self,
+        upstream: Upstream,
+        kv: KvConnector,
+        fields: Mapping[str, Any],
+        changes: dict[str, Any],
+        *,
+        again: bool = False,
     ) -> None:
         self._upstream = upstream
         self._kv = kv
@@ -281,18 +289,14 @@ class _Tied:
         try:
             return await self._upstream.post_json(ctx, self._tied(leg), accept=accept)
         except LegError as error:
-            raise self._told(error) from error
+            if self._again and error.retryable and error.elsewhere:
+                raise _Again(error) from error
+            raise
 
     async def stream(self, ctx: RequestContext, leg: Leg, *, accept: tuple[int, ...] = ()) -> LiveStream | Reply:
-        try:
-            return await self._upstream.stream(ctx, self._tied(leg), accept=accept)
-        except LegError as error:
-            raise self._told(error) from error
+        return await self._upstream.stream(ctx, self._tied(leg), accept=accept)
 
     def _tied(self, leg: Leg) -> Leg:
         generate = leg.path == PATHS[Format.GENERATE]
         body = put(self._kv, leg.body, self._fields, generate=generate) if self._fields else leg.body
         return replace(leg, body=body, tied=True, **self._changes)
-
-    def _told(self, error: LegError) -> LegError | _Again:
-        return _Again(error) if self._again and error.retryable and error.elsewhere else error

@@ -39,6 +39,7 @@ async def frames(run: Run) -> AsyncGenerator[Frame, None]:
     choices = [_Choice(StreamParser(run.parsing)) for _ in range(run.prepared.sampling.n)]
     try:
         generation = run.admit()
+        await generation.meet()  # nothing is said before the prompt's blocks are there
         for index in range(len(choices)):
             yield Frame(_role_chunk(run, index, continuous=continuous))
         async with aclosing(generation.rounds()) as rounds:

@@ -165,6 +165,7 @@ class Generation:
         self.newly_cached = 0
         self._core = core
         self._reasons: list[str] = []
+        self._met = False
 
     async def rounds(self) -> AsyncGenerator[list[Step], None]:
         """
@@ -173,10 +174,8 @@ class Generation:
         """
         siblings = self._core.running.setdefault(self.job.id, [])
         siblings.append(self)
-        pair = self._core.pair
         try:
-            if pair is not None:
-                await pair.meet(self.job)
+            await self.meet()
             wrong = self._load()
             async for steps in self._paced(wrong_kv=wrong):
                 for step in steps:
@@ -186,11 +185,21 @@ class Generation:
                     self._announce()
                 yield steps
         finally:
-            if pair is not None:
-                pair.ended(self.job, self._reasons[0] if self._done else "abort")
+            if self._core.pair is not None:
+                self._core.pair.ended(self.job, self._reasons[0] if self._done else "abort")
             siblings.remove(self)
             if not siblings:
                 self._core.running.pop(self.job.id, None)
+
+    async def meet(self) -> None:
+        """Wait for the leg that is in flight beside this one, if there is one; once.
+
+        Raises:
+            Refusal: it was given up, or there is no such leg to wait for.
+        """
+        if self._core.pair is not None and not self._met:
+            self._met = True
+            await self._core.pair.meet(self.job)
 
     async def outputs(self) -> list[Output]:
         """Run to the end and put each choice together."""

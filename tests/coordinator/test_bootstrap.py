@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
@@ -16,6 +17,10 @@ from envelope.formats import Format
 
 ADDRESS = "http://10.0.0.5:8998"
 ONE = {"0": {"engine_id": "e-0", "worker_addr": {"0": {"0": "tcp://10.0.0.5:1"}}}}
+# Of vLLM 0.33.0 with --kv-transfer-config '{"kv_connector": "MooncakeConnector", "kv_role": "kv_producer"}'.
+RECORDED = (
+    b'{"0":{"engine_id":"86f49355-2746-4c31-9214-4c675bab71a1","worker_addr":{"0":{"0":"tcp://127.0.0.1:45299"}}}}'
+)
 
 
 class Server:
@@ -86,6 +91,11 @@ async def test_it_learns_nothing_of_the_client() -> None:
     [(ctx, leg)] = server.asked
     assert (ctx.headers, ctx.routing) == ((), {"x-prefiller": "10.0.0.5:8000"})
     assert (leg.path, leg.to.url, leg.tied) == ("/query", ADDRESS, True)
+
+
+async def test_what_vllm_answers_is_read() -> None:
+    server = Server(json.loads(RECORDED))
+    assert await BootstrapServers(server).engines(context(), ADDRESS) == {0: "86f49355-2746-4c31-9214-4c675bab71a1"}
 
 
 async def test_every_rank_is_read() -> None:

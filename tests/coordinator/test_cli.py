@@ -184,6 +184,11 @@ CHECKED: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["prefill             chat /v1/chat/completions -> http://a:1 (hand-over by kv-nixl)",
          "decode              chat /v1/chat/completions -> http://b:1, http://c:1 by least_inflight "
          "(the worker's answer passes through)"]),
+    "both legs at once": (
+        {"pools": {"prefill": {"endpoints": ["http://a:1"]}, "decode": {"endpoints": ["http://b:1"]}},
+         "pipeline": {"kv_connector": "kv-sglang", "steps": [{"type": "prefill-decode"}]}},
+        ["prefill-decode      chat /v1/chat/completions -> http://a:1 and http://b:1 "
+         "(beside prefill by kv-sglang; the worker's answer passes through)"]),
     "a header": (
         {"pools": {"prefill": {"header": "x-prefill", "allow": ["10.0.0.0/8"]},
                    "decode": {"endpoints": ["http://b:1"]}},

@@ -76,6 +76,21 @@ async def test_in_openai_format_both_legs_go_to_the_client_s_own_route(legs: Any
     ]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_legs_in_flight_together_are_told_with_what_ties_them(legs: Any, stream: bool) -> None:
+    """SGLang's room, and for Mooncake an engine that only a bootstrap server would know."""
+    body = {**CHAT, "stream": stream}
+    prefill, decode = await legs(body, {"type": "prefill-decode"}, pipeline={"kv_connector": "kv-sglang"})
+    room = {name: decode.body[name] for name in ("bootstrap_host", "bootstrap_port", "bootstrap_room")}
+    assert (room["bootstrap_host"], room["bootstrap_port"]) == ("p", 8998)
+    assert [(leg.url, leg.body) for leg in (prefill, decode)] == [
+        ("http://p:8000/v1/chat/completions", {**body, "stream": False, **room}),
+        ("http://d:8000/v1/chat/completions", {**body, **room}),
+    ]
+    _, decode = await legs(body, {"type": "prefill-decode"}, pipeline={"kv_connector": "kv-mooncake"})
+    assert decode.body["kv_transfer_params"]["remote_engine_id"] == "<prefill's engine>"
+
+
 CAT, DOG = ({"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}} for data in ("AAAA", "BBBB"))
 PICTURES = {"model": "m", "messages": [{"role": "user", "content": [CAT, DOG, CAT]}], "max_tokens": 50}
 EPD = {name: {"endpoints": [f"http://{name[0]}:8000"]} for name in ("encode", "prefill", "decode")}

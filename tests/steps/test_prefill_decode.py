@@ -278,6 +278,22 @@ async def test_a_stream_has_begun_while_prefill_s_answer_is_out(
     await source.aclose()
 
 
+async def test_a_failure_that_another_worker_may_not_have_is_a_failure_once_the_stream_has_begun(
+    pair: Any, run: Any, workers: Workers, stream: Any
+) -> None:
+    """Nothing begins again then, and what the client is told is prefill's own error."""
+    under_way = await run(pair(), {**CHAT, "stream": True})
+    workers.answer("decode", stream(b"{}"))
+    await under_way.result()
+    workers.answer("prefill", elsewhere(LegBusy("prefill", "full")))
+    await under_way.turns()
+    source = under_way.ctx.answer.source
+    with pytest.raises(LegBusy, match="prefill: full"):
+        await source.push(lambda data: True)
+    await source.aclose()
+    assert len(workers.legs) == 2
+
+
 @pytest.mark.parametrize("failing", ["prefill", "decode"])
 async def test_what_begins_again_has_new_ids_and_another_worker(
     pair: Any, run: Any, workers: Workers, counted: Any, failing: str
