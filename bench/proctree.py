@@ -29,6 +29,18 @@ class ProcessTree:
         return sum(map(_rss_bytes, self.pids))
 
 
+def children(parent: int) -> list[int]:
+    """Return the processes that a process has started, those with a session of their own included."""
+    return [pid for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))) if _parent(pid) == parent]
+
+
+def _parent(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return -1
+
+
 def _session(pid: int) -> int:
     try:
         return os.getsid(pid)

@@ -31,12 +31,12 @@ import uvloop
 from bench import rfc_report
 from bench.peers import HERE
 from bench.processes import Cores, Failed, Programs, free_ports, wait_until_answered
-from bench.proctree import ProcessTree, process_cpu_ns
+from bench.proctree import ProcessTree, children, process_cpu_ns
 from bench.rfc_cells import (
     COUPLED,
     INLINE,
-    KEPT,
     MODES,
+    OTHERS_FIRST_S,
     REAL,
     SIMULATED,
     SMOKE,
@@ -57,10 +57,11 @@ if TYPE_CHECKING:
 
 ROOT = HERE.parent
 MODEL = ROOT / "tests" / "data" / "tiny-model"
-READY_S = 60.0
+READY_S = 180.0  # parsers import most of vLLM
 VLLM_READY_S = 300.0
 
 Record = dict[str, Any]
+Watched = dict[str, list[int]]
 
 
 @dataclass
@@ -112,7 +113,7 @@ class Bench:
                 self._beside(workers, {name: url for name, (_, url, _) in running.items()}, watched)
             self.programs.stop(*(program for _, _, program in running.values()))
 
-    def _workers(self, site: Site, stack: ExitStack) -> tuple[Workers, dict[str, int], Cores]:
+    def _workers(self, site: Site, stack: ExitStack) -> tuple[Workers, Watched, Cores]:
         """Return where the workers are, the processes whose CPU time is told, and the cores for the coordinator."""
         if site == "simulator":
             args = [sys.executable, "-m", "bench.rfc_sim"]
@@ -123,13 +124,13 @@ class Bench:
             if not named:
                 raise Failed(f"the simulator did not start: {self.programs.tail('simulator')}")
             service = self.vllm.start("render")[0] if self.vllm is not None else None
-            watched = {} if service is None else {"service": service.pid}
+            watched: Watched = {} if service is None else {"service": [service.pid]}
             workers = Workers(**named, derender=service and service.url, model=str(MODEL), max_model_len=8192)
             return workers, watched, self.cores
         assert self.vllm is not None, "real workers are asked for where there is a vLLM alone"
         render, prefill, decode, service = self.vllm.start("render", "prefill", "decode", "render")
         workers = Workers(render.url, prefill.url, decode.url, service.url, str(MODEL), 4096)
-        return workers, {"front end": decode.pid, "service": service.pid}, Cores(None, None)
+        return workers, {"front end": [decode.pid], "service": [service.pid]}, Cores.split(pin=False)
 
     def _coordinator(self, mode: Mode, workers: Workers, cores: Cores) -> tuple[str, subprocess.Popen[bytes]] | None:
         """Start a coordinator for a mode; None where it cannot be had here, which is noted."""
@@ -139,9 +140,10 @@ class Bench:
         (port,) = free_ports(1)
         file = self.programs.folder / f"{port}.yaml"
         file.write_text(json.dumps(mode.config(workers, port)))
-        python = str(self.vllm.python) if self.vllm is not None and mode.name == KEPT else sys.executable
+        python = str(self.vllm.python) if self.vllm is not None and mode.parses_here else sys.executable
         args = [python, "-m", "coordinator", "serve", "--config", str(file)]
-        program = self.programs.start(mode.name, args, cores.measured, {"PYTHONPATH": str(ROOT)})
+        env = {"PYTHONPATH": str(ROOT), "VLLM_TARGET_DEVICE": "cpu"}
+        program = self.programs.start(mode.name, args, cores.measured, env)
         try:
             wait_until_answered(program, port, b"GET /readyz HTTP/1.1\r\nHost: c\r\n\r\n", READY_S)
         except Failed as failed:
@@ -150,13 +152,15 @@ class Bench:
         return f"http://127.0.0.1:{port}", program
 
     def _measure(
-        self, cell: Cell, mode: Mode, url: str, program: subprocess.Popen[bytes], watched: dict[str, int]
+        self, cell: Cell, mode: Mode, url: str, program: subprocess.Popen[bytes], watched: Watched
     ) -> None:
         load = Load(url, CHAT, cell.clients, cell.length, cell.requests, cell.begin_s)
         with self.noting(site=cell.site, mode=mode.name, clients=cell.clients, length=cell.length) as record:
-            record.update(run_loads([(load, cell.limit_s)], {"coordinator": program.pid, **watched})[0])
+            parsers = {"parsers": children(program.pid)} if mode.parses_here else {}
+            coordinator = ProcessTree(program.pid).pids
+            record.update(run_loads([(load, cell.limit_s)], {"coordinator": coordinator, **parsers, **watched})[0])
 
-    def _beside(self, workers: Workers, urls: dict[str, str], watched: dict[str, int]) -> None:
+    def _beside(self, workers: Workers, urls: dict[str, str], watched: Watched) -> None:
         """Ask the decode worker itself for tokens, alone and beside clients of some modes."""
         for name in (None, COUPLED, TEXT, INLINE):
             if self.over() or (name is not None and name not in urls):
@@ -180,22 +184,22 @@ class Bench:
         print(*facts.values(), shown, file=sys.stderr, flush=True)
 
 
-def run_loads(loads: Sequence[tuple[Load, float]], watched: dict[str, int]) -> list[Record]:
+def run_loads(loads: Sequence[tuple[Load, float]], watched: Watched) -> list[Record]:
     """Run loads together until the first has ended; return what each saw, and the CPU time per token of the first.
 
     Args:
-        watched: leaders whose CPU time is told: of the coordinator with all its processes, of others alone.
+        watched: the processes whose CPU time is told, by name.
     """
-    trees = {name: ProcessTree(pid) for name, pid in watched.items() if name == "coordinator"}
 
     def cpu() -> dict[str, int]:
-        alone = {name: process_cpu_ns(pid) for name, pid in watched.items() if name not in trees}
-        return {name: tree.cpu_ns() for name, tree in trees.items()} | alone
+        return {name: sum(map(process_cpu_ns, pids)) for name, pids in watched.items()}
 
     async def together() -> None:
         async with asyncio.TaskGroup() as tasks:
             others = [tasks.create_task(load.run(600.0)) for load, _ in loads[1:]]
             first, limit_s = loads[0]
+            if others:
+                await asyncio.sleep(OTHERS_FIRST_S)
             await first.run(limit_s)
             for other in others:
                 other.cancel()

@@ -31,6 +31,7 @@ class Mode:
     streams: bool = True
     needs_vllm: bool = False
     render_here: bool = False
+    parses_here: bool = False
     derender_step: bool = False
 
     def config(self, site: Workers, port: int) -> dict[str, Any]:
@@ -39,10 +40,11 @@ class Mode:
         if self.render_here:
             render = {"tokenizer": site.model, "max_model_len": site.max_model_len, **site.parsers}
         ids = {"send_prompt_token_ids": True} if self.openai else {}
+        decode = self.decode | ({"tokenizer": site.model, **site.parsers} if self.parses_here else {})
         steps = [
             {"type": "render", "params": render},
             {"type": "prefill", "params": ids},
-            {"type": "decode", "params": {**ids, **self.decode}},
+            {"type": "decode", "params": {**ids, **decode}},
         ]
         if self.derender_step:
             steps.append({"type": "derender", "params": {"address": site.derender, "timeout": "0"}})
@@ -87,9 +89,10 @@ MODES = (
     ),
     Mode(
         KEPT,
-        "tokens in, text out, parsed by the coordinator as it comes",
+        "tokens in, text out, parsed by vLLM's parsers in a process of the coordinator's",
         {"derender": "coordinator", "output_mode": "text"},
         needs_vllm=True,
+        parses_here=True,
     ),
     Mode(
         SERVICE,
@@ -131,7 +134,8 @@ SIMULATED = (
 )
 REAL = (*_cells("vLLM", 64, (1, 8), 10.0, 20.0), *_cells("vLLM", 512, (1, 8), 5.0, 30.0))
 # Streams on the generate route of the decode worker itself, with and without clients of the modes beside them.
-TOKENS_CLIENTS, TOKENS_LENGTH, TOKENS_REQUESTS = 8, 64, 16
+TOKENS_CLIENTS, TOKENS_LENGTH, TOKENS_REQUESTS = 8, 64, 64
+OTHERS_FIRST_S = 3.0  # so that they all generate when the tokens requests begin
 
 SMOKE = tuple(replace(cell, length=8, clients=min(cell.clients, 2), requests=2) for cell in SIMULATED[:2])
 

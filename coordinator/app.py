@@ -364,7 +364,7 @@ def finders(
     """
     found: dict[str, Finder] = {}
     for role, link in links.items():
-        pool: Pool | None = getattr(config.pools, role)
+        pool: Pool | None = getattr(config.pools, role, None)
         if pool is not None and pool.lookup is not None and isinstance(link.router, PoolRouter):
             earlier: Pool | None = getattr(before.config.pools, role) if before is not None else None
             if before is not None and earlier is not None and earlier.lookup == pool.lookup:
