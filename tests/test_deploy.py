@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import kubernetes_validate
 import pytest
@@ -25,13 +25,16 @@ from prometheus_client import CollectorRegistry
 
 from coordinator import config, metrics, registry
 
+if TYPE_CHECKING:
+    from coordinator.lookup import Kubernetes
+
 ROOT = Path(__file__).resolve().parents[1]
 KUBERNETES = ROOT / "deploy" / "kubernetes"
 DOCKERFILE = (ROOT / "deploy" / "Dockerfile").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
-EXAMPLES = ("gateway", "pools", "sidecar")
-WITH_WORKERS = ("pools", "sidecar")
+EXAMPLES = ("discovery", "gateway", "pools", "sidecar")
+WITH_WORKERS = ("discovery", "pools", "sidecar")
 # 1.29 is the first with native sidecars on by default, which the sidecar example needs.
 VERSIONS = ("1.29", kubernetes_validate.latest_version())
 
@@ -236,13 +239,54 @@ def test_a_stateful_set_has_its_headless_service(example: Example) -> None:
         assert example.selected(service["spec"]["selector"]) == [workload]
 
 
-def test_accounts_exist_and_no_pod_gets_a_token(example: Example) -> None:
+# No resourceNames: what comes and goes has no names to write down.
+RULE_KEYS = {"apiGroups", "resources", "verbs"}
+
+
+def lookups(loaded: config.Config) -> list[Kubernetes]:
+    pools = (loaded.pools.encode, loaded.pools.prefill, loaded.pools.decode, loaded.pools.render)
+    return [pool.kubernetes for pool in pools if pool is not None and pool.kubernetes is not None]
+
+
+def test_accounts_exist_and_no_pod_gets_a_token_that_asks_nothing(example: Example, loaded: config.Config) -> None:
     for workload in example.workloads:
         pod = workload["spec"]["template"]["spec"]
-        assert pod["automountServiceAccountToken"] is False
+        asks = workload is example.coordinator.workload and bool(lookups(loaded))
+        assert pod["automountServiceAccountToken"] is asks
         if "serviceAccountName" in pod:
             account = example.get("ServiceAccount", pod["serviceAccountName"])
             assert account["automountServiceAccountToken"] is False
+
+
+def test_the_account_may_look_workers_up_and_nothing_else(example: Example, loaded: config.Config) -> None:
+    needed = {("discovery.k8s.io", "endpointslices") if each.service else ("", "pods") for each in lookups(loaded)}
+    rules = [rule for role in example.of("Role") for rule in role["rules"]]
+    granted = {(group, kind) for rule in rules for group in rule["apiGroups"] for kind in rule["resources"]}
+    assert granted == needed
+    assert all(rule["verbs"] == ["get", "list", "watch"] and rule.keys() <= RULE_KEYS for rule in rules)
+    assert not example.of("ClusterRole", "ClusterRoleBinding")
+    for binding in example.of("RoleBinding"):
+        assert binding["roleRef"]["name"] == example.get("Role", binding["roleRef"]["name"])["metadata"]["name"]
+        (subject,) = binding["subjects"]
+        account = example.coordinator.workload["spec"]["template"]["spec"]["serviceAccountName"]
+        assert (subject["kind"], subject["name"]) == ("ServiceAccount", account)
+    assert bool(example.of("RoleBinding")) is bool(needed)
+
+
+@with_workers
+def test_a_look_up_finds_the_workers_of_its_role(example: Example, loaded: config.Config) -> None:
+    for role in ("prefill", "decode"):
+        lookup = getattr(loaded.pools, role).kubernetes
+        if lookup is None:
+            continue
+        if lookup.service is not None:
+            selector = example.get("Service", lookup.service)["spec"]["selector"]
+        else:
+            selector = dict(term.split("=") for term in lookup.selector.split(","))
+        (workload,) = example.selected(selector)
+        assert workload["metadata"]["name"] == role
+        (worker,) = (each for each in example.containers if each.workload is workload)
+        assert lookup.port in worker.ports
 
 
 def test_volumes_that_are_mounted_exist(example: Example) -> None:
