@@ -80,11 +80,11 @@ class Plan:
             self._over.set()
 
     def take_over(self, before: Plan) -> None:
-        """Keep what is known of workers that both plans have: how much each of them has to do."""
+        """Keep what is known of workers that both plans have."""
         for role, link in self.upstream.links.items():
             earlier = before.upstream.links.get(role)
             if earlier is not None and isinstance(link.router, PoolRouter) and isinstance(earlier.router, PoolRouter):
-                link.router.members.take_over(earlier.router.members)
+                link.router.take_over(earlier.router)
 
     def retire(self) -> None:
         """Let ``run`` end when the last request is over; no more begin."""

@@ -70,6 +70,12 @@ class PrefixAffinity:
             before[worker].here = False
         self._ring.use(workers)
 
+    def take_over(self, before: PrefixAffinity) -> None:
+        """Go on with another's table, which begins with an empty one; blocks of another size are other blocks."""
+        if before._block_tokens == self._block_tokens:
+            self._table, before._table = before._table, OrderedDict()
+            self._stays, before._stays = before._stays, {worker: _Stay(worker) for worker in before._stays}
+
     def choose(self, ctx: RequestContext, usable: Usable = None, *, again: bool = False) -> Worker | None:
         blocks = chain(ctx, self._block_tokens)
         seen = self._seen(blocks)

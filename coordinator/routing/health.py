@@ -144,6 +144,12 @@ class Health:
             )
             self._look()
 
+    def take_over(self, before: Health) -> None:
+        """Leave out whoever was left out before; their times go on."""
+        self._out, self._past = dict(before._out), dict(before._past)
+        self._faults = Counter(before._faults)
+        self._look()
+
     def states(self) -> Mapping[str, int]:
         """Return how many workers are ``well``, on ``trial``, ``ejected``, ``down``, and ``leaving``."""
         found = Counter({"well": 0, "trial": 0, "ejected": 0, "down": 0, "leaving": len(self._members.leaving)})

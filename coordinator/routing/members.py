@@ -48,17 +48,22 @@ class Members:
             self.workers = workers
             self.generation += 1
 
-    def take_over(self, before: Members) -> None:
-        """Keep what is known of the workers that were members before: a new plan takes an old one's place.
+    def take_over(self, before: Members) -> bool:
+        """Keep the workers that were members before: a new plan takes an old one's place. False: they are others.
 
         One that is now sent other headers, such as another key, is a new worker: requests of the old plan may still be
         under way, and go on with theirs.
         """
         if list(before._headers) != list(self._headers):
-            return
-        urls = [worker.url for worker in self.workers]
-        self._leaving = {worker.url: worker for worker in (*before.leaving, *before.workers)}
-        for worker in self._leaving.values():
-            worker.headers = self._headers  # which are renewed from here on, and the old plan's no more
-        self.workers = ()
-        self.replace(urls)
+            return False
+        asked = {worker.url: worker.lacks for worker in self.workers}
+        self._leaving, self.workers = {worker.url: worker for worker in before.leaving}, before.workers
+        self.load.tokens = 0
+        for worker in (*before.leaving, *before.workers):
+            # From here on these are renewed, and told of the load, and no more the old plan's.
+            worker.headers, worker.pool = self._headers, self.load
+            self.load.tokens += worker.tokens
+            worker.lacks = asked.get(worker.url, worker.lacks)  # what the new plan needs of it
+        self.generation += 1
+        self.replace(asked)
+        return True

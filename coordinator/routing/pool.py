@@ -6,6 +6,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from coordinator.logs import log
+from coordinator.routing.affinity import PrefixAffinity
 from envelope.prompt import count_tokens
 
 if TYPE_CHECKING:
@@ -94,11 +95,24 @@ class PoolRouter:
         """Take in what a worker does not serve: it gets no legs that need it."""
         if worker.lacks != lacks:
             worker.lacks = lacks
-            self._lacking = frozenset(need for each in self.members.workers for need in each.lacks)
+            self._gather_lacks()
+
+    def _gather_lacks(self) -> None:
+        self._lacking = frozenset(need for each in self.members.workers for need in each.lacks)
 
     def why_none(self, needs: str) -> str | None:
         lacking = [why for worker in self.members.workers if (why := worker.lacks.get(needs)) is not None]
         return lacking[0] if lacking and len(lacking) == len(self.members.workers) else None
+
+    def take_over(self, before: PoolRouter) -> None:
+        """Go on with what is known of workers that both have: their load, their failures, and what they were sent."""
+        if not self.members.take_over(before.members):
+            return
+        self._gather_lacks()
+        if self.health is not None and before.health is not None:
+            self.health.take_over(before.health)
+        if isinstance(self.policy, PrefixAffinity) and isinstance(before.policy, PrefixAffinity):
+            self.policy.take_over(before.policy)
 
     def known(self) -> tuple[Worker, ...]:
         return self.members.workers
