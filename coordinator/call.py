@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from coordinator.headers import downstream_headers
 from coordinator.verdict import event_error, retryable
 from coordinator.wire import Broken, ConnectFailed
-from envelope.errors import ApiError, LegError, LegFailed, LegTimeout, NoWorker
+from envelope.errors import ApiError, LegError, LegFailed, LegRejected, LegTimeout, NoWorker
+from envelope.formats import PATHS, Format
 from envelope.json_codec import JSONDecodeError, loads_lenient
 from envelope.sse import Events, EventTooLarge, data_of
 
@@ -48,6 +49,7 @@ class Call:
         self.ends_at = first + leg.limits.request_s if leg.limits.request_s else None
         self._head: list[bytes] = []
         self._first = b""
+        self._heard = False  # the worker has begun to answer, or tried to
         self._closed = False
         self._tokens = tokens
         worker.begin(tokens)
@@ -55,6 +57,21 @@ class Call:
     @property
     def headers(self) -> Headers:
         return downstream_headers(self.connection.headers.items())
+
+    @property
+    def streamed(self) -> bool:
+        return bool(self.leg.body.get("stream"))
+
+    @property
+    def took_up(self) -> bool:
+        """Whether the worker has read the hand-over that the leg brought, or has told prefill to free the blocks.
+
+        vLLM answers 500 when it tried and could not. Its OpenAI routes tell prefill of a refusal, generate does not.
+        """
+        status = 0 if self.connection is None else self.connection.status
+        if status == 200:
+            return not self.streamed or self._heard
+        return status == 500 or (status == 400 and self.leg.path != PATHS[Format.GENERATE])
 
     async def open(self, head: bytes, body: bytes, *, fresh: bool = False) -> None:
         """Send the request and wait for the head of the answer.
@@ -101,8 +118,10 @@ class Call:
         if data == _DONE:
             raise LegFailed(self.leg.step, "the worker's stream held no answer")
         if b'"error"' in data and (error := _error_in(data)):
-            raise event_error(self.leg, error)
-        self._first = data
+            told = event_error(self.leg, error)
+            self._heard = not isinstance(told, LegRejected)
+            raise told
+        self._first, self._heard = data, True
 
     async def read_all(self) -> bytes:
         """Return the whole body.
@@ -117,6 +136,7 @@ class Call:
             return True
 
         await self.push(keep)
+        self._heard = True
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def ended(self, error: ApiError | None) -> None:

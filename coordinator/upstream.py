@@ -17,8 +17,7 @@ from coordinator.routing.router import Worker
 from coordinator.step import Reply
 from coordinator.verdict import refusal
 from coordinator.wire import Broken, Pool, request_head
-from envelope.errors import ApiError, LegError, LegFailed, LegRejected, LegTimeout, LegUnreadable, NoWorker
-from envelope.formats import PATHS, Format
+from envelope.errors import ApiError, LegError, LegFailed, LegTimeout, LegUnreadable, NoWorker
 from envelope.json_codec import JSONDecodeError, dumps, loads_lenient
 
 if TYPE_CHECKING:
@@ -32,9 +31,13 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# How long a leg is held after its client has left: a decode, to be started; a prefill, to tell what it left.
+# How long a leg is held after its client has left: a decode, to be started; a prefill, to tell what it left. One that
+# ends in the milliseconds in which its connection is closed tells nobody, and its blocks wait for the end of the lease.
 _LINGER_S = 0.5
-_LATE_S = 0.5
+_LATE_S = 0.8
+
+# A decode worker that had a request for as long, and said nothing yet, has taken it up and read the hand-over.
+_TAKEN_UP_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +164,6 @@ class HttpUpstream:
         else:
             worker = router.pick(ctx, ctx.failed, needs) or router.pick(ctx, (), needs)
         while worker is not None:
-            refused = False
             call = Call(leg, worker, self._pools[leg.role], len(tried), begun, router.weight(ctx))
             call.watched = watched = self._watcher.begin(ctx, leg, worker, len(tried))
             call.report = router.report
@@ -175,7 +177,6 @@ class HttpUpstream:
                 watched.settle(type(error).__name__)
                 if not call.stale:
                     router.report(worker, error)
-                refused = _refused_unread(leg, error)
                 tried.append(worker)
                 error.retryable |= leg.idempotent and isinstance(error, (LegFailed, LegTimeout))
                 if error.retryable:
@@ -189,7 +190,7 @@ class HttpUpstream:
                     raise
             finally:
                 watched.settle("cancelled")
-                ctx.handover_fetched |= leg.single_use and call.connected and not refused
+                ctx.handover_fetched |= leg.single_use and (call.lingering or call.took_up)
             self._metrics.retries.labels(leg.step).inc()
             await asyncio.sleep(wait_s(len(tried)))
         if why := router.why_none(needs):
@@ -212,19 +213,30 @@ class HttpUpstream:
         task.add_done_callback(self._lingering.discard)
 
     async def _let_go(self, ctx: RequestContext, call: Call) -> None:
-        late, runs_on_s = call.leg.late, call.leg.runs_on_s
-        hold_s = runs_on_s or (_LINGER_S if late is None else _LATE_S)
+        leg = call.leg
         try:
-            with mapped(call.leg, call):
-                async with asyncio.timeout(hold_s):
-                    await call.connection.head()
-                    reply = await self._whole(ctx, call, ()) if late or runs_on_s else None
-                    if late and reply:
-                        late(reply)
+            with mapped(leg, call):
+                async with asyncio.timeout(leg.runs_on_s or (_LINGER_S if leg.late is None else _LATE_S)):
+                    await self._hear_out(ctx, call)
         except ApiError:
             pass  # nobody is left to be told
         finally:
             await call.aclose()
+        open_s = asyncio.get_running_loop().time() - call.began
+        if leg.single_use and not call.took_up and open_s < _TAKEN_UP_S:
+            ctx.handover_fetched = False
+            ctx.on_late_handover()
+
+    async def _hear_out(self, ctx: RequestContext, call: Call) -> None:
+        """Wait for what tells the fate of a hand-over: prefill's answer, or the beginning of decode's."""
+        leg = call.leg
+        await call.connection.head()
+        if leg.late or leg.runs_on_s:
+            reply = await self._whole(ctx, call, ())
+            if leg.late:
+                leg.late(reply)
+        elif call.streamed and call.connection.status == 200:
+            await call.read_first_event()
 
     async def _open(self, ctx: RequestContext, call: Call) -> None:
         """Send the leg and read the head of its answer.
@@ -281,14 +293,6 @@ class HttpUpstream:
 def _worker(peer: Peer) -> Worker:
     assert isinstance(peer, Worker), "choose() has picked it"
     return peer
-
-
-def _refused_unread(leg: Leg, error: LegError) -> bool:
-    """Say whether a worker refused a request and left its hand-over untouched.
-
-    The OpenAI routes tell prefill to free the blocks when they refuse; the generate route leaves them as they are.
-    """
-    return leg.path == PATHS[Format.GENERATE] and (isinstance(error, LegRejected) or not error.reached)
 
 
 def is_json(headers: Mapping[str, str]) -> bool:

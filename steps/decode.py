@@ -178,7 +178,16 @@ class Decode:
             body = prefill_openai(fmt, ctx.body, handover, token_ids)
         # Ids end in what is unique, and a salt has at most 128 characters.
         body = {**body, "cache_salt": ctx.leg_id[-64:]}
-        return Leg("release", self.role, PATHS[fmt], body, self._limits, single_use=True, detached=True)
+        return Leg(
+            "release",
+            self.role,
+            PATHS[fmt],
+            body,
+            self._limits,
+            single_use=True,
+            detached=True,
+            id_suffix="-release",
+        )
 
     def _check_age(self, ctx: RequestContext) -> None:
         """Refuse a hand-over whose blocks prefill may soon give to others: decode would read another prompt's."""

@@ -274,7 +274,9 @@ class Generation:
         wrong = False
         if core.settings.nixl and params.get("do_remote_prefill"):
             try:
-                core.store.fetch(params, job.prompt_ids, engine_id=core.engine_id, media=_places(job))
+                core.store.fetch(
+                    params, job.prompt_ids, engine_id=core.engine_id, media=_places(job), reader=job.id
+                )
             except BadHandover as error:
                 core.dead = error.kills and core.settings.die_of_bad_kv
                 if error.kills:

@@ -76,6 +76,16 @@ class Row:
         return 0 in (fault.hang_after, fault.die_after, fault.end_after, fault.half_event_after, fault.error_after)
 
     @property
+    def claims(self) -> bool:
+        """Say whether the answer is one that a worker gives when it has tried to fetch the hand-over."""
+        fault = self.fault or Fault()
+        return fault.error_after == 0 or (fault.canned is not None and fault.canned.status in (200, 500))
+
+    @property
+    def refuses(self) -> bool:
+        return self.fault is not None and self.fault.canned is not None and self.fault.canned.status == 400
+
+    @property
     def dawdles(self) -> bool:
         """Say whether the worker's answer begins a while before it looks at the hand-over, if it ever does."""
         fault = self.fault or Fault()

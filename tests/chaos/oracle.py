@@ -50,16 +50,14 @@ def expect(cell: Cell) -> Expected:
 
 
 def _left_by_decode(cell: Cell) -> str:
-    """Say why prefill may be left with its blocks: a worker was given the hand-over and never fetched it."""
-    row, effect = cell.row, _effect(cell, "decode")
-    if not cell.meets("decode"):
+    """Say why prefill may be left with its blocks: decode's answer is a lie, or no decode worker has any other."""
+    row = cell.row
+    # The OpenAI routes tell prefill when they refuse; and what refuses the leg that would release is not asked again.
+    refused = row.refuses and (cell.setup.format == "openai" or cell.leaves)
+    if not cell.meets("decode") or not (cell.lasting or row.claims or refused):
         return ""
-    if cell.setup.format == "openai":
-        unseen = row.unseen or (row.at_once and cell.streams("decode"))
-    else:
-        unseen = row.unseen and not (effect.kind == "rejected" and not cell.lasting)  # refused, so it is fetched later
-    resent = row.fault is None and effect is FINE  # it never reached the first worker
-    return "decode was given the hand-over and never looked" if unseen and not resent else ""
+    unseen = row.unseen or (cell.setup.format == "openai" and row.at_once and cell.streams("decode"))
+    return "decode was given the hand-over and never looked" if unseen else ""
 
 
 def _effect(cell: Cell, phase: str) -> Effect:

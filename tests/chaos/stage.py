@@ -253,7 +253,7 @@ class Stage:
     def _cut_off(self, cell: Cell) -> bool:
         """Say whether the client left while a worker's word about the hand-over was still on its way."""
         cut = {step for step, leg in self._legs().items() if leg["outcome"] == "cancelled"}
-        return bool(cut & {"prefill", "decode"}) and cell.meets("decode") and cell.row.dawdles
+        return bool(cut & {"prefill", "decode"}) and cell.meets("decode") and cell.lasting and cell.row.dawdles
 
     def _legs(self) -> dict[str, Any]:
         return self._lines.access[-1].get("legs", {}) if self._lines.access else {}
@@ -277,6 +277,7 @@ async def stage(setup: Setup, lines: Lines, rng: random.Random) -> AsyncIterator
     async with AsyncExitStack() as stack:
         # A delivery may meet a worker that hangs, and nobody here has ten seconds for each.
         stack.enter_context(patch.object(release, "_DEADLINE_S", 0.5))
+        stack.enter_context(patch.object(release, "_AGAIN_AFTER_S", (0.01, 0.05)))
         fleet = await stack.enter_async_context(SimFleet(prefills=setup.workers, decodes=setup.workers))
         config = Config.model_validate(_tree(setup, fleet))
         app = build(config)

@@ -80,6 +80,13 @@ class Process:
         os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
+    def pause(self) -> None:
+        """Stop the process and its children from running, their connections left as they are."""
+        os.killpg(self._process.pid, signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        os.killpg(self._process.pid, signal.SIGCONT)
+
     def stop(self, grace_s: float = 20) -> int:
         """End the process by SIGTERM, and what is left of its group by SIGKILL; return the exit status."""
         self.terminate()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import uuid
 from typing import TYPE_CHECKING
 
@@ -18,16 +20,24 @@ if TYPE_CHECKING:
     import openai
 
     from tests.e2e.conftest import Coordinator, Workers
+    from tests.e2e.conversations import Conversation
     from tests.e2e.lineups import Lineup
 
 pytestmark = pytest.mark.e2e
 
-LONG_PROMPT = conversation("Say hello.")._replace(
-    request={
-        "messages": [{"role": "user", "content": "window yellow garden " * 1200}],
+
+
+def prompt(words: int) -> Conversation:
+    """Return a conversation of about so many prompt tokens."""
+    content = " ".join(itertools.islice(itertools.cycle(("window", "yellow", "garden")), words))
+    request = {
+        "messages": [{"role": "user", "content": content}],
         "chat_template_kwargs": {"enable_thinking": False},
     }
-)
+    return conversation("Say hello.")._replace(request=request)
+
+
+LONG_PROMPT = prompt(3600)
 
 
 @pytest.fixture
@@ -188,16 +198,60 @@ async def test_a_client_who_leaves_during_decode_stops_it(front: Coordinator, wo
     wait_until(lambda: Metrics(workers.decode.url).running == 0, 5, "decode runs no request")
 
 
-@pytest.mark.usefixtures("nothing_left")
+@pytest.mark.timeout(150, func_only=True)
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("after_s", [0.02, 0.1, 0.2, 0.3, 0.4])
-async def test_a_client_may_leave_at_any_moment(front: Coordinator, stream: bool, after_s: float) -> None:
-    """During render, during prefill, as its answer comes, or during decode: no block is left to wait for its lease."""
+async def test_a_client_may_leave_at_any_moment(
+    front: Coordinator, workers: Workers, stream: bool, after_s: float
+) -> None:
+    """During render, during prefill, as its answer comes, or during decode: no block is left to wait for its lease.
+
+    A prefill that ends in the milliseconds in which its connection is closed can tell nobody what it holds. Such a
+    moment does not come twice in a row.
+    """
     asked = LONG_PROMPT.ask(max_tokens=300, stream=stream, extra_body={"ignore_eos": True})
+
+    async def leave() -> None:
+        async with front.async_sdk() as sdk, asyncio.TaskGroup() as group:
+            asking = group.create_task(read(sdk, asked))
+            await asyncio.sleep(after_s)
+            asking.cancel()
+
+    await asyncio.to_thread(wait_until, lambda: Metrics(workers.prefill.url).kv_usage == 0, 40, "prefill is free")
+    await leave()
+    try:
+        await asyncio.to_thread(wait_until, lambda: _at_rest(workers), 10, "nothing is left")
+    except AssertionError:
+        await asyncio.to_thread(wait_until, lambda: _at_rest(workers), 40, "the lease ends")
+        await leave()
+        await asyncio.to_thread(wait_until, lambda: _at_rest(workers), 10, "nothing is left, the second time")
+
+
+@pytest.mark.timeout(150, func_only=True)
+async def test_after_a_hundred_clients_have_left_nothing_is_held(front: Coordinator, workers: Workers) -> None:
+    """They come within two seconds and leave after up to two: while they wait, in between legs, and during decode."""
+    asked = [prompt(150).ask(max_tokens=300, stream=s, extra_body={"ignore_eos": True}) for s in [False, True] * 50]
+
+    async def leave(one: dict, after_s: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(after_s):
+                await read(sdk, one)
+
     async with front.async_sdk() as sdk, asyncio.TaskGroup() as group:
-        asking = group.create_task(read(sdk, asked))
-        await asyncio.sleep(after_s)
-        asking.cancel()
+        for i, one in enumerate(asked):
+            group.create_task(leave(one, 0.05 + i * 37 % 100 / 50))
+            await asyncio.sleep(0.02)
+
+    await asyncio.to_thread(wait_until, lambda: _at_rest(workers), 60, "nothing is left")
+    (choice,) = front.sdk.chat.completions.create(**CONVERSATIONS["plain"].ask()).choices
+    assert choice.finish_reason == "stop"
+    assert workers.prefill.alive and workers.decode.alive
+
+
+def _at_rest(workers: Workers) -> bool:
+    """Say whether no worker runs a request or holds a block."""
+    seen = [Metrics(worker.url) for worker in (workers.prefill, workers.decode)]
+    return all(m.kv_usage == 0 and m.running == 0 and m.waiting == 0 for m in seen)
 
 
 async def read(sdk: openai.AsyncOpenAI, asked: dict) -> None:

@@ -1,6 +1,6 @@
 """Real workers that are lost: an answer where there can be one, and never a torn one that looks whole.
 
-In the order of this file: the prefill worker goes first, then decode in the middle of a stream.
+In the order of this file: decode is paused, then the prefill worker goes, then decode in the middle of a stream.
 """
 
 from __future__ import annotations
@@ -22,6 +22,40 @@ pytestmark = pytest.mark.e2e
 
 FORMATS = ["openai", "text"]
 PLAIN = CONVERSATIONS["plain"]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_paused_worker_is_waited_for_unless_the_file_sets_a_limit(
+    coordinator: Callable[[dict], Coordinator], pair: Pair, workers: Workers, name: str
+) -> None:
+    """Stopped in the middle of two streams: without a limit the answer comes late and whole, with one it breaks off."""
+    urls = workers.render.url, pair.prefill.url, pair.decode.url
+    config = LINEUPS[name].config(*urls, kv_connector="kv-shared-storage")
+    patient = coordinator(config)
+    config["pipeline"]["steps"][-1]["params"]["idle_timeout"] = "2s"
+    config["pipeline"]["steps"][-1]["params"]["first_byte_timeout"] = "2s"
+    hasty = coordinator(config)
+    long = conversation("Never stop.").ask(max_tokens=400, stream=True)
+    whole = iter(patient.sdk.chat.completions.create(**long))
+    broken = iter(hasty.sdk.chat.completions.create(**long))
+    next(whole)
+    next(broken)
+
+    pair.decode.pause()
+    try:
+        with pytest.raises(openai.APIError):
+            list(broken)
+        with pytest.raises(openai.APIStatusError) as late:
+            hasty.sdk.chat.completions.create(**PLAIN.ask())
+        assert late.value.status_code == 504
+        assert "decode" in late.value.message
+    finally:
+        pair.decode.go_on()
+
+    assert list(whole)[-1].choices[0].finish_reason == "length"
+    for front in (patient, hasty):
+        (choice,) = front.sdk.chat.completions.create(**PLAIN.ask()).choices
+        assert said(choice.message, choice.finish_reason) == PLAIN.answer(parsed=LINEUPS[name].parsed)
 
 
 @pytest.fixture(scope="module")

@@ -68,6 +68,10 @@ class Metrics:
     def running(self) -> float:
         return self.total("vllm:num_requests_running")
 
+    @property
+    def waiting(self) -> float:
+        return self.total("vllm:num_requests_waiting")
+
 
 def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
     """Wait for numbers that a worker publishes a little later than the answer that they count."""

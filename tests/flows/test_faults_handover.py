@@ -91,9 +91,9 @@ async def test_a_delivery_whose_answer_breaks_off_is_not_made_again(
 ):
     """L07: the worker has read the blocks; a second reader would find another prompt's."""
     fleet = await fleet_of(decodes=2)
+    at = await coordinator(fleet, shape)
     for worker in fleet.decodes:
         worker.behave.fault = Fault(truncate="cut")
-    at = await coordinator(fleet, shape)
     await leaves_between(at)
     await eventually(lambda: not at.front.plan.releaser._tasks)
     assert len([leg for worker in fleet.decodes for leg in legs(worker)]) == 1
@@ -113,10 +113,9 @@ async def test_a_delivery_over_a_connection_that_had_died_is_made_again(
 
 
 async def test_a_storm_of_clients_who_leave_makes_no_storm_of_deliveries(
-    coordinator, fleet, ask, excuse, legs, eventually
+    coordinator, fleet, ask, legs, eventually
 ):
-    """A5: a bounded number at a time; the rest is counted, and left to the lease."""
-    excuse("unread", "there is a limit to deliveries")
+    """A5: a bounded number at a time, and the others after them."""
     at = await coordinator(fleet)
     pause, passed = pause_before_decode(at), []
     fleet.decode.behave.fault = Fault(first_byte_s=0.3)
@@ -131,8 +130,9 @@ async def test_a_storm_of_clients_who_leave_makes_no_storm_of_deliveries(
     await eventually(lambda: not at.front.in_flight)
     assert fleet.decode.in_flight <= 32
     await eventually(lambda: not at.in_flight())
-    assert len(legs(fleet.decode)) == 32
-    assert await at.count("coordinator_handovers_released_total", outcome="too_many") == 18
+    await eventually(lambda: at.count("coordinator_handovers_released_total", outcome="delivered"))
+    await eventually(lambda: not fleet.store.unread)
+    assert len(legs(fleet.decode)) == 50
     assert pause.reached.is_set()
 
 

@@ -8,7 +8,7 @@ import pytest
 from coordinator.sim import ABSENT, Canned, Fault, Settings
 from coordinator.sim.faults import echo
 
-PERHAPS_READ = "whether a decode that failed has read what prefill left, nobody can tell, so nobody else may"
+NO_OTHER = "the only decode worker fails the leg that would release what prefill left, too"
 SECRET = "Traceback: host 10.1.2.3"
 HTML = "<html><body>busy</body></html>"
 
@@ -20,7 +20,7 @@ def worker(fleet):
 
 def excuse_decode(excuse, leg):
     if leg == "decode":
-        excuse("unread", PERHAPS_READ)
+        excuse("unread", NO_OTHER)
 
 
 UNUSABLE = {
@@ -46,7 +46,7 @@ async def test_an_answer_that_is_of_no_use_is_a_502_that_names_the_leg(
     coordinator, fleet, worker, legs, excuse, leg, fault
 ):
     """Cut, truncated, no JSON, null, HTML, or a 5xx: the worker's words stay here, and later legs are not made."""
-    excuse("unread", PERHAPS_READ if leg == "decode" else "prefill's answer was lost on its way")
+    excuse("unread", NO_OTHER if leg == "decode" else "prefill's answer was lost on its way")
     at = await coordinator(fleet, "text")
     worker[leg].behave.fault = fault
     got = await at.chat()
@@ -73,7 +73,7 @@ CASES += [(shape, name, fault) for shape in ("openai", "text") for name, fault i
 )
 async def test_the_same_for_a_client_that_asked_for_a_stream(coordinator, fleet, excuse, shape, fault):
     """Nothing has been written yet, so the status is the true one and the body is JSON."""
-    excuse("unread", PERHAPS_READ)
+    excuse("unread", NO_OTHER)
     at = await coordinator(fleet, shape)
     fleet.decode.behave.fault = fault
     got = await at.chat(stream=True)
@@ -164,7 +164,7 @@ async def test_a_decode_that_never_begins_is_a_504_for_streams_too(
     coordinator, fleet, excuse, eventually, stream, fault
 ):
     """L19: a stream's head is held back until its first event, so the status is still to be had."""
-    excuse("unread", PERHAPS_READ)
+    excuse("unread", NO_OTHER)
     at = await coordinator(fleet, steps={"decode": {"first_byte_timeout": "100ms"}})
     fleet.decode.behave.next(fault)
     got = await at.chat(stream=stream)

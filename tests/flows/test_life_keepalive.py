@@ -7,7 +7,6 @@ import pytest
 from coordinator.sim import Fault
 
 HELLO = "Hello! How can I help you today?"
-PERHAPS_READ = "a decode that had the hand-over and died may have read it, so nobody else may"
 
 
 @pytest.mark.parametrize("shape", ["openai", "text"])
@@ -74,7 +73,6 @@ async def test_a_connection_is_kept_between_requests(coordinator, fleet):
 
 async def test_a_handover_is_never_sent_twice_not_even_over_a_dead_connection(coordinator, fleet, legs, excuse):
     """L07: the request begins again at prefill, under another id, since the first decode may have read the blocks."""
-    excuse("unread", PERHAPS_READ)
     at = await coordinator(fleet)
     await at.chat()
     fleet.decode.behave.next(Fault(drop=True))
