@@ -26,7 +26,7 @@ HEAD = (
     "| clients | how | first token, ms: p50 | p99 | per output token, ms: p50 | p99 | whole answer, ms: p50 "
     "| tokens/s | coordinator, µs/token |"
 )
-MORE = " front end, µs/token | derender service, µs/token |"
+FRONT_END, SERVED = " worker's front end, µs/token |", " derender service, µs/token |"
 
 
 def write(results: dict[str, Any], folder: Path, *, plots: bool) -> str:
@@ -67,11 +67,12 @@ def _tables(records: Sequence[Record], drawn: Sequence[str]) -> Iterator[str]:
         yield f"\n## {title}"
         for length in sorted({record["length"] for record in mine}):
             yield f"\n### Answers of {length:,} tokens\n"
-            yield HEAD + (MORE if site == "vLLM" else "")
-            yield "| --: | :-- |" + " --: |" * (9 if site == "vLLM" else 7)
+            real = site == "vLLM"
+            yield HEAD + (FRONT_END if real else "") + SERVED
+            yield "| --: | :-- |" + " --: |" * (9 if real else 8)
             rows = [record for record in mine if record["length"] == length]
             for record in sorted(rows, key=lambda row: (row["clients"], ORDER.index(row["mode"]))):
-                yield _row(record, front_end=site == "vLLM")
+                yield _row(record, front_end=real)
         yield from (f"\n![{name}](results/{name}.png)" for name in drawn if name.startswith(f"rfc-{site}"))
     beside = [record for record in records if "tokens_beside" in record]
     if beside:
@@ -94,7 +95,7 @@ def _row(record: Record, *, front_end: bool) -> str:
     cells += [f"{record['tokens'] / record['wall_s']:,.0f}" if record.get("wall_s") else "-"]
     if record["mode"] != SERVICE:
         cpu = {name: us for name, us in cpu.items() if name != "service"}
-    names = ["coordinator", *(("front end", "service") if front_end else ())]
+    names = ["coordinator", *(("front end",) if front_end else ()), "service"]
     shown = {name: f"{us:,.0f}" for name, us in cpu.items()}
     if "parsers" in shown:
         shown["coordinator"] += f" + {shown['parsers']}"
