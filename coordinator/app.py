@@ -296,10 +296,12 @@ def open_renderers(config: Config, steps: Sequence[Step]) -> list[Callable[[], C
     for index, step in enumerate(steps):
         if isinstance(step, Render) and step.role is None:
             try:
-                running.append(step.open().run)
+                renderer = step.open()
             except ValueError as error:
                 at: Path = ("pipeline", "steps", index, "params", "tokenizer")
                 raise ConfigError([config.sources.problem(at, str(error))]) from None
+            log.info("prompts are rendered here", extra={"fields": renderer.facts})
+            running.append(renderer.run)
     return running
 
 

@@ -106,6 +106,17 @@ class Renderer:
             return self._messages(body, request_id)
         raise BadRequest(NEEDS_SERVICE.format(f"the {api} API"))
 
+    @property
+    def facts(self) -> Json:
+        """What an operator may want to hold against the workers: for the log."""
+        template = self.tokenizer.template
+        return {
+            "tokenizer": self.model.folder,
+            "tokenizer_sha": self.tokenizer.sha256,
+            "tokens": self.tokenizer.size,
+            "content_format": None if template is None else "openai" if template.parts else "string",
+        }
+
     async def run(self) -> None:
         """Stay until cancelled, and let the threads end then."""
         try:

@@ -24,6 +24,7 @@ INSTALL_HINT = "rendering in the coordinator needs transformers: pip install 'pd
 
 # Files of models that vLLM renders by code of its own, and not by a chat template.
 _OTHER_KINDS = ("tekken.json", "tokenizer.model.v*", "tokenizer.model.v*.gguf")
+_OURS = frozenset(("messages", "tools"))
 _OTHER_MODELS = frozenset(
     ("gpt_oss", "deepseek_v32", "deepseek_v4", "deepseek_v41", "inkling", "kimi_k3", "kimi_audio", "alpamayo2_super")
 )
@@ -65,6 +66,14 @@ class Tokenizer:
         return self._ids.get(token)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> Encoded:
+        """
+        Raises:
+            BadRequest: the text holds half a character (a lone surrogate), which JSON can spell and UTF-8 cannot.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise BadRequest("the prompt holds a lone surrogate, which is no character") from None
         # As a batch of one: a batch lets other threads run meanwhile, a single text does not.
         (encoding,) = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
         return Encoded(encoding.ids, encoding.offsets)
@@ -75,8 +84,11 @@ class Tokenizer:
             kwargs: what the template may read; what it does not is left out.
 
         Raises:
-            BadRequest: the template refuses the messages, or the model has none.
+            BadRequest: the template refuses the messages, or the model has none; or the client would put its own
+                messages or tools in the place of the request's.
         """
+        if ours := _OURS & kwargs.keys():
+            raise BadRequest(f"chat_template_kwargs must not hold {' or '.join(ours)}", param="chat_template_kwargs")
         template = self._template
         if template is None:
             raise BadRequest(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,16 @@ async def test_all_else_works_as_with_a_render_service(coordinator: Any, fleet: 
     ids = await here.post(COMPLETIONS, {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 2})
     generate = await here.post("/inference/v1/generate", {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 2}})
     assert (ids.status, generate.status) == (200, 200)
+
+
+async def test_the_log_says_which_tokenizer_was_loaded(
+    coordinator: Any, fleet: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"):
+        await rendering(coordinator, fleet, "text")
+    (told,) = [record.fields for record in caplog.records if record.message == "prompts are rendered here"]
+    digest = hashlib.sha256((Path(MODEL) / "tokenizer.json").read_bytes()).hexdigest()
+    assert told == {"tokenizer": MODEL, "tokenizer_sha": digest, "tokens": 1021, "content_format": "openai"}
 
 
 async def test_limits_on_tokens_hold(coordinator: Any, fleet: Any) -> None:

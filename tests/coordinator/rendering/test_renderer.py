@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 import pytest
@@ -92,7 +93,10 @@ MISSHAPEN = {
     "reasoning": chat(messages=[{"role": "assistant", "content": "a", "reasoning": {"type": "x"}}]),
     "huge number": chat(vllm_xargs={"a": [2**64]}),
     "count": text(logprobs="many"),
-    "template variable": chat(chat_template_kwargs={"messages": []}),
+    "template's messages": chat(chat_template_kwargs={"messages": []}),
+    "template's tools": chat(chat_template_kwargs={"tools": [WEATHER]}),
+    "half a character": chat(messages=[{"role": "user", "content": "\ud800"}]),
+    "half a character of text": text("a\udfff"),
     "no prompt": ("completions", {}),
 }
 
@@ -220,6 +224,12 @@ def test_a_folder_that_cannot_be_rendered_from_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=sentence):
         Renderer(Model(folder(tmp_path, *without, **files), 4096), threads=1)
+
+
+def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ValueError, match=r"needs transformers: pip install 'pd-coordinator\[render\]'"):
+        Renderer(Model(folder(tmp_path), 4096), threads=1)
 
 
 def test_a_folder_that_is_not_there_is_named() -> None:
