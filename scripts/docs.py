@@ -29,34 +29,28 @@ def _ours(*names: str) -> tuple[str, ...]:
     return tuple(f"coordinator.{name}" for name in names)
 
 
-# A group of modules is a box of the diagram; the first pattern that fits decides. What none fits is the core.
+# A group of modules is a box of the diagram, from top to bottom; the first pattern that fits decides. A module that
+# none fits is as high up as what it imports, and in the core where it imports nothing above that.
 GROUPS: dict[str, tuple[str, ...]] = {
-    "envelope": ("envelope*",),
-    "steps": ("steps*",),
-    "simulator": _ours("sim*"),
-    "wiring": _ours(
-        *("__main__", "app", "cli", "demo", "serve", "reload", "registry", "rules", "explain", "credentials"),
-        *("supervisor", "member", "crew"),
-    ),
-    "front": _ours(
-        *("server", "listener", "intake", "questions", "passage", "plan"),
-        *("respond", "relay", "server_timing", "outcome"),
-    ),
-    "upstream": _ours("upstream", "call", "wire", "attempt", "retry", "health", "release", "fetch", "bootstrap"),
+    "wiring": _ours("__main__", "app", "cli", "demo", "serve", "reload", "registry", "rules", "explain", "credentials"),
+    "front": _ours("server", "listener", "intake", "questions", "respond", "relay", "plan", "outcome", "server_timing"),
+    "upstream": _ours("upstream", "call", "wire", "attempt", "retry", "health", "release", "fetch"),
     "routing": _ours("routing*"),
-    "processes": _ours("channel", "ports", "shares", "totals"),
-    "rendering": _ours("rendering*"),
     "config": _ours("config", "pools", "lookup", "section", "yaml_file", "environment", "problems"),
+    "core": (),
+    "steps": ("steps*",),
+    "rendering": _ours("rendering*"),
     "contract": _ours("context", "step"),
-    "core": ("coordinator*",),
+    "envelope": ("envelope*",),
+    "simulator": _ours("sim*"),
 }
+_OF_UNLISTED = ("wiring", "front", "upstream", "routing", "config", "core")
 SAYS = {
     "wiring": "wiring: app, cli, registry, rules",
     "front": "front: server, listener, respond, relay",
     "upstream": "upstream: legs, health, release",
     "routing": "routing: which worker",
     "config": "config: one file as models",
-    "processes": "processes: what several share",
     "rendering": "rendering: tokens from text, here",
     "core": "core: pipeline, admission, metrics, logs, units",
     "steps": "steps: one leg each",
@@ -151,24 +145,33 @@ def _written(default: Any) -> str:
     return default if isinstance(default, str) and default else json.dumps(default)
 
 
-def group(module: str) -> str:
-    return next(name for name, patterns in GROUPS.items() if any(fnmatchcase(module, each) for each in patterns))
+class Tree:
+    """The modules of the tree, what each imports when it runs, and the group that each is in."""
 
+    def __init__(self) -> None:
+        paths = {
+            ".".join(path.relative_to(REPO).with_suffix("").parts).removesuffix(".__init__"): path
+            for package in ("coordinator", "steps", "envelope")
+            for path in (REPO / package).rglob("*.py")
+        }
+        del paths["coordinator"]
+        self.imports: dict[str, set[str]] = {}
+        for module, path in paths.items():
+            names = _imported(ast.parse(path.read_text()))
+            found = {name if name in paths else name.rpartition(".")[0] for name in names}
+            self.imports[module] = (found & paths.keys()) - {module}
 
-def imports() -> set[tuple[str, str]]:
-    """Return which group of modules imports which other, when it runs."""
-    paths = {
-        ".".join(path.relative_to(REPO).with_suffix("").parts).removesuffix(".__init__"): path
-        for package in ("coordinator", "steps", "envelope")
-        for path in (REPO / package).rglob("*.py")
-    }
-    found = set()
-    for module, path in paths.items():
-        for name in _imported(ast.parse(path.read_text())):
-            target = name if name in paths else name.rpartition(".")[0]
-            if target in paths and group(module) != group(target):
-                found.add((group(module), group(target)))
-    return found
+    def group(self, module: str, seen: frozenset[str] = frozenset()) -> str:
+        for name, patterns in GROUPS.items():
+            if any(fnmatchcase(module, each) for each in patterns):
+                return name
+        below = {self.group(name, seen | {module}) for name in self.imports[module] - seen}
+        return next((name for name in _OF_UNLISTED if name in below), "core")
+
+    def arrows(self) -> set[tuple[str, str]]:
+        """Return which group imports which other."""
+        pairs = {(self.group(a), self.group(b)) for a, names in self.imports.items() for b in names}
+        return {(a, b) for a, b in pairs if a != b}
 
 
 def _imported(node: ast.AST) -> Iterator[str]:
@@ -186,13 +189,13 @@ def _imported(node: ast.AST) -> Iterator[str]:
 
 def diagram() -> str:
     """Return the imports as Mermaid; an arrow that longer ways say as well is left out."""
-    arrows = imports()
-    told = {pair for pair in arrows if not _reaches(*pair, arrows - {pair})}
+    arrows = Tree().arrows()
+    told = {pair for pair in arrows if not reaches(*pair, arrows - {pair})}
     boxes = [f'  {name}["{says}"]' for name, says in SAYS.items()]
     return "\n".join(["```mermaid", "flowchart TD", *boxes, *(f"  {a} --> {b}" for a, b in sorted(told)), "```"])
 
 
-def _reaches(start: str, end: str, arrows: set[tuple[str, str]]) -> bool:
+def reaches(start: str, end: str, arrows: set[tuple[str, str]]) -> bool:
     seen, ahead = set(), [start]
     while ahead:
         here = ahead.pop()

@@ -361,6 +361,16 @@ def test_the_coordinator_listens_where_kubernetes_looks(example: Example, loaded
     assert [each["port"] for each in ports] == [port]
 
 
+def test_a_changed_configuration_rolls_the_pods_or_is_watched(example: Example, loaded: config.Config) -> None:
+    """A name with a digest changes with the content; one without is read again by the coordinator."""
+    mounted = [volume["configMap"]["name"] for volume in example.coordinator.pod["volumes"] if "configMap" in volume]
+    (name,) = mounted
+    rolls = re.search(r"-[a-z0-9]{10}$", name) is not None
+    assert rolls is not loaded.config.watch
+    # A file that is mounted by subPath is never renewed.
+    assert not [mount for mount in example.coordinator.spec["volumeMounts"] if "subPath" in mount]
+
+
 def test_the_grace_period_outlasts_what_ends_within_it(example: Example, loaded: config.Config) -> None:
     """A native sidecar is told to stop only when the worker has ended, so their times add up."""
     margin_s = 10
