@@ -5,6 +5,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from coordinator.reload import Reloader
 from tests.dns_server import DnsServer
 from tests.kubernetes_api import KubernetesApi, endpoint_slice
 
@@ -165,3 +166,26 @@ async def test_look_ups_that_fail_for_too_long_empty_the_pool(by, started, fleet
     by.fail(False)
     await eventually(lambda: not at.front.plan.readiness.problems())
     assert (await at.chat()).status == 200
+
+
+async def test_a_file_that_is_changed_while_nothing_can_be_looked_up_keeps_the_workers(
+    by, started, fleet_of, legs, eventually, monkeypatch
+):
+    """The plan that takes the other's place looks up anew, and goes on with the last answer until it has one."""
+    monkeypatch.setattr("coordinator.app._FIRST_ANSWER_S", 0.1)
+    fleet = await fleet_of(decodes=2)
+    by.say("decode", fleet.decode)
+    at = await started(fleet)
+    by.fail(True)
+    server = at.config.server.model_copy(update={"queue_size": 7})
+    changed = at.config.model_copy(update={"server": server})
+    before = at.front.plan
+    assert await Reloader(at._runner.app, lambda: changed).apply(changed) == "applied"
+    assert at.front.plan is not before
+    assert (await at.chat()).status == 200
+    by.fail(False)
+    by.say("decode", fleet.decodes[1])
+    members = at.front.plan.upstream.links["decode"].router.members
+    await eventually(lambda: [port_of(worker) for worker in members.workers] == [port_of(fleet.decodes[1])])
+    assert (await at.chat()).status == 200
+    assert [len(legs(worker)) for worker in fleet.decodes] == [1, 1]
