@@ -54,7 +54,15 @@ def _level(value: object) -> object:
     raise ValueError(one_of(value, ["1 (warning)", "2 (info)", "3 (verbose)", "4 (debug)", "5 (trace)"]))
 
 
-KvConnectorName = Literal["kv-shared-storage", "kv-nixl", "kv-lmcache", "kv-mooncake", "kv-offloading", "kv-sglang"]
+KvConnectorName = Literal[
+    "kv-shared-storage",
+    "kv-nixl",
+    "kv-nixl-push",
+    "kv-lmcache",
+    "kv-mooncake",
+    "kv-offloading",
+    "kv-sglang",
+]
 EcConnectorName = Literal["ec-shared-storage", "ec-nixl"]
 TlsVersion = Annotated[str, AfterValidator(parse_version)]
 TlsSuites = Annotated[tuple[Annotated[str, AfterValidator(parse_suite)], ...], Items]
@@ -236,8 +244,9 @@ class Pipeline(Section):
 
     kv_connector: KvConnectorName = Field(
         "kv-shared-storage",
-        description="how the KV cache gets from prefill to decode: kv-shared-storage, kv-nixl or kv-lmcache with a "
-        "prefill and a decode step; kv-mooncake, kv-offloading or kv-sglang with a prefill-decode step",
+        description="how the KV cache gets from prefill to decode: kv-shared-storage, kv-nixl, kv-nixl-push or "
+        "kv-lmcache with a prefill and a decode step; kv-mooncake, kv-offloading or kv-sglang with a prefill-decode "
+        "step",
     )
     ec_connector: EcConnectorName = Field(
         "ec-shared-storage", description="how encoder output gets to prefill: ec-shared-storage or ec-nixl"

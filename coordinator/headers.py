@@ -114,7 +114,7 @@ def leg_headers(
         attempt: 0 for the first; a repeated leg has an id of its own, as the first may still be running.
         trace: the leg's own trace context, in place of the request's.
     """
-    own_id = ctx.leg_id + leg.id_suffix + (f"-{attempt + 1}" if attempt else "")
+    own_id = ctx.leg_id + leg.id_suffix + (f"-{attempt + 1}" if attempt and not leg.one_id else "")
     own = (
         ("Accept", "text/event-stream" if leg.body.get("stream") else "application/json"),
         ("Accept-Encoding", "identity"),

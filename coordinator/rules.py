@@ -213,6 +213,20 @@ def legs_agree_on_the_connector(layout: Layout) -> Iterator[Fault]:
             )
 
 
+def legs_of_one_id_take_one_route(layout: Layout) -> Iterator[Fault]:
+    """The route is part of the id by which the engine pairs them."""
+    first, second = next(layout.of("prefill"), None), next(layout.of("decode"), None)
+    if first is None or second is None or None in (first.tokens_in, second.tokens_in):
+        return
+    kind = KV_CONNECTORS[layout.connector(first)]
+    if kind.one_id and first.tokens_in != second.tokens_in:
+        at = second if second.param("use_openai_format") is not None else first
+        yield (
+            at.path("params", "use_openai_format"),
+            f"{kind.name} pairs the legs by an id that the route is part of, write the same for both",
+        )
+
+
 def tokens_in_has_tokens(layout: Layout) -> Iterator[Fault]:
     seen: set[Path] = set()
     for placed in layout.of("encode", *_LEGS):
@@ -363,6 +377,7 @@ RULES: tuple[Callable[[Layout], Iterator[Fault]], ...] = (
     every_pool_is_used,
     pools_name_different_workers,
     legs_agree_on_the_connector,
+    legs_of_one_id_take_one_route,
     tokens_in_has_tokens,
     wrap_has_something_to_wrap,
     derender_has_tokens_to_take,

@@ -64,6 +64,7 @@ class Leg:
         idempotent: it leaves nothing that a repetition could harm, so another worker is tried after any failure.
         to: the worker that it goes to, chosen before; None where any will do.
         tied: another leg in flight waits for it, or it for that one, so it is never sent again by itself.
+        one_id: workers know it by the request's own id, however often it is sent.
         runs_on_s: how long it is left to run when nobody waits for it any more, since a worker waits for its end.
     """
 
@@ -80,6 +81,7 @@ class Leg:
     late: Callable[[Reply], None] | None = None
     to: Peer | None = None
     tied: bool = False
+    one_id: bool = False
     runs_on_s: float = 0.0
     method: str = "POST"
 

@@ -63,6 +63,7 @@ class KvConnector:
         decodes_alone: a decode worker can compute a prompt itself.
         prefill_runs_on: a prefill whose decode is given up runs to its end. Decode keeps room for the blocks until they
             come, and would keep it for minutes if they never did.
+        one_id: the engine knows the two legs by their request id, so both bear one, on one kind of route.
         delivered: a hand-over that no decode took is fetched by a decode leg of one token, since nothing else frees it.
         freed: what frees prefill's blocks when decode never comes.
     """
@@ -83,6 +84,7 @@ class KvConnector:
     openai_only: bool = False
     decodes_alone: bool = True
     prefill_runs_on: bool = False
+    one_id: bool = False
     delivered: bool = False
 
     @property
@@ -96,6 +98,8 @@ class KvConnector:
 
 _REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
 
+_NIXL_FIELDS = ("remote_block_ids", "remote_engine_id", "remote_request_id", "remote_host", "remote_port")
+
 _TABLE = (
     KvConnector(
         name="kv-nixl",
@@ -103,8 +107,19 @@ _TABLE = (
         checked="vLLM 0.32 and 0.33, run",
         freed="a decode leg of ours, else the lease (30 s)",
         prefill=_REMOTE_DECODE,
-        required=("remote_block_ids", "remote_engine_id", "remote_request_id", "remote_host", "remote_port"),
+        required=_NIXL_FIELDS,
         several=Several.DECODE_ALONE,
+        delivered=True,
+    ),
+    KvConnector(
+        name="kv-nixl-push",
+        engine="NixlPushConnector",
+        checked="vLLM 0.33, run",
+        freed="a decode leg of ours, else the lease (30 s)",
+        prefill=_REMOTE_DECODE,
+        required=_NIXL_FIELDS,
+        several=Several.DECODE_ALONE,
+        one_id=True,
         delivered=True,
     ),
     KvConnector(

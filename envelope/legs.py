@@ -112,6 +112,11 @@ def unstreamed(body: Json) -> Json:
     return {key: value for key, value in body.items() if key != "stream_options"} | {"stream": False}
 
 
+def identified(api: Format, leg: Json, id: str) -> Json:
+    """Return a leg that the worker knows by this id: on the responses route the header does not say it."""
+    return {**leg, "request_id": f"resp_{id}"} if api is Format.RESPONSES else leg
+
+
 def prefill_reset(generate: Json) -> Json:
     """Return a generate body as a prefill worker takes it: tokens mode, nothing of the answer's parsing.
 

@@ -19,6 +19,7 @@ from coordinator.context import Answer
 from coordinator.step import Leg, PlanRow, Reply
 from coordinator.units import Count, Duration
 from envelope import completions
+from envelope.connectors import KV_CONNECTORS
 from envelope.ec_transfer import put
 from envelope.errors import LegFailed, LegUnreadable
 from envelope.formats import PATHS, Format, leg_format
@@ -27,6 +28,7 @@ from envelope.legs import (
     decode_for_generate_client,
     decode_generate,
     decode_openai,
+    identified,
     mode_for,
     prefill_generate,
     prefill_openai,
@@ -141,6 +143,8 @@ class Decode:
         self._settings = settings
         self._openai = settings.use_openai_format if params.use_openai_format is None else params.use_openai_format
         self._limits = params.limits()
+        kind = KV_CONNECTORS[params.kv_connector] if params.kv_connector else settings.kv
+        self._one_id = kind.one_id
 
     def admit(self, ctx: RequestContext) -> None:
         if ctx.api is Format.COMPLETIONS and leg_format(ctx.api, self._openai) is Format.GENERATE:
@@ -153,7 +157,10 @@ class Decode:
         fmt = leg_format(ctx.api, self._openai)
         # Whoever computes the prompt fetches what encode legs have made.
         body = put(self._body(ctx, fmt), None if ctx.prefilled else ctx.ec_params)
-        leg = Leg(self.type, self.role, PATHS[fmt], body, self._limits, single_use=ctx.handover is not None)
+        if self._one_id:
+            body = identified(fmt, body, ctx.leg_id)
+        single_use = ctx.handover is not None
+        leg = Leg(self.type, self.role, PATHS[fmt], body, self._limits, single_use=single_use, one_id=self._one_id)
         mode = asked_mode(body) if fmt is Format.GENERATE else None
         job = self._job(ctx, fmt)
         if job is not None and job["decoding"] is not None:
@@ -178,6 +185,8 @@ class Decode:
             body = prefill_openai(fmt, ctx.body, handover, token_ids)
         # Ids end in what is unique, and a salt has at most 128 characters.
         body = {**body, "cache_salt": ctx.leg_id[-64:]}
+        if self._one_id:
+            body = identified(fmt, body, ctx.leg_id)
         return Leg(
             "release",
             self.role,
@@ -186,7 +195,8 @@ class Decode:
             self._limits,
             single_use=True,
             detached=True,
-            id_suffix="-release",
+            id_suffix="" if self._one_id else "-release",
+            one_id=self._one_id,
         )
 
     def _check_age(self, ctx: RequestContext) -> None:

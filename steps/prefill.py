@@ -23,7 +23,7 @@ from envelope.errors import LegError, LegFailed, LegRejected
 from envelope.features import without_tensors
 from envelope.formats import PATHS, Format, leg_format
 from envelope.kv_transfer import HandoverMissing, read_handover
-from envelope.legs import prefill_generate, prefill_openai, unstreamed
+from envelope.legs import identified, prefill_generate, prefill_openai, unstreamed
 from steps.params import LegParams
 from steps.prompt import prompt_ids
 
@@ -119,8 +119,11 @@ class Prefill:
         else:
             token_ids = prompt_ids(ctx) if self.params.send_prompt_token_ids else None
             body = prefill_openai(fmt, ctx.body, self._kv.prefill, token_ids)
+        if self._kv.one_id:
+            body = identified(fmt, body, ctx.leg_id)
         late = partial(self._keep_late, ctx) if self._kv.needs_handover else None
-        return Leg(self.type, self.role, PATHS[fmt], put(body, ctx.ec_params), self._limits, late=late)
+        body = put(body, ctx.ec_params)
+        return Leg(self.type, self.role, PATHS[fmt], body, self._limits, late=late, one_id=self._kv.one_id)
 
     def _keep_late(self, ctx: RequestContext, reply: Reply) -> None:
         """Take the hand-over of a prefill whose client has left, so that it can be released."""

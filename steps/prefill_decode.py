@@ -24,18 +24,19 @@ from coordinator.context import LegTime
 from envelope.client_request import choices
 from envelope.connectors import KV_CONNECTORS, Several, Tie
 from envelope.errors import ApiError, BadRequest, LegError, NotSupported
-from envelope.formats import PATHS, Format
+from envelope.formats import Format
 from envelope.kv_transfer import HandoverMissing, read_handover
-from envelope.pairing import by_kv_request, by_room, by_transfer, put
+from envelope.pairing import by_kv_request, by_room, by_transfer
 from steps import decode, prefill
 from steps.joined import Joined, end, settle
+from steps.tied import Again, Tied
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import Any
 
-    from coordinator.context import Headers, LiveStream, RequestContext
-    from coordinator.step import Bootstrap, Leg, MediaFetcher, Parsers, Peer, PipelineSettings, PlanRow, Reply, Upstream
+    from coordinator.context import Headers, RequestContext
+    from coordinator.step import Leg, Peer, PipelineSettings, PlanRow, Reply, Upstream
     from envelope.connectors import KvConnector
     from envelope.pairing import Pair
 
@@ -119,7 +120,7 @@ class PrefillDecode:
         prefilling = loop.create_task(self._run_prefill(ctx, self._to_prefill(upstream, held, worker, headers, again)))
         # Where decode takes params, its step puts them there, as it does with any hand-over.
         fields = pair.decode if self._kv.own_body else {}
-        decoding = loop.create_task(self._decode.run(ctx, _Tied(upstream, self._kv, fields, {})))
+        decoding = loop.create_task(self._decode.run(ctx, Tied(upstream, self._kv, fields, {})))
         try:
             how = await _first(prefilling, decoding)
             if how in (None, "ok"):
@@ -138,11 +139,11 @@ class PrefillDecode:
         await self._join(ctx, prefilling)
         return how or "ok"
 
-    def _to_prefill(self, upstream: Upstream, held: _Held, worker: Peer, headers: Headers, again: bool) -> _Tied:
+    def _to_prefill(self, upstream: Upstream, held: _Held, worker: Peer, headers: Headers, again: bool) -> Tied:
         changes: dict[str, Any] = {"to": worker, "headers": headers}
         if self._kv.prefill_runs_on:
             changes |= {"runs_on_s": _RUNS_ON_S, "late": held.came}
-        return _Tied(upstream, self._kv, held.pair.prefill, changes, again=again)
+        return Tied(upstream, self._kv, held.pair.prefill, changes, again=again)
 
     async def _tie(self, ctx: RequestContext, upstream: Upstream, worker: Peer) -> tuple[Pair, Headers]:
         """Return what ties the legs to this worker, and the headers that prefill needs for it."""
@@ -168,7 +169,7 @@ class PrefillDecode:
         begun, outcome = self._settings.clock(), "cancelled"
         try:
             outcome = await self._prefill.run(ctx, upstream)
-        except _Again as again:
+        except Again as again:
             outcome = type(again.error).__name__
             raise again.error from None
         except ApiError as error:
@@ -187,9 +188,6 @@ class PrefillDecode:
             await settle(prefilling)
         else:
             answer.source = Joined(answer.source, prefilling)
-"""E
-"""
-
 
 async def _first(prefilling: asyncio.Task[str], decoding: asyncio.Task[str]) -> str | None:
     """Wait for the first leg to end; return how prefill went, None while it runs.
@@ -199,14 +197,6 @@ async def _first(prefilling: asyncio.Task[str], decoding: asyncio.Task[str]) -> 
     """
     await asyncio.wait((prefilling, decoding), return_when=asyncio.FIRST_COMPLETED)
     return prefilling.result() if prefilling.done() else None
-
-
-class _Again(Exception):
-    """Carries a failure past what the prefill step does about it, since another pair of workers may do better."""
-
-    def __init__(self, error: LegError) -> None:
-        super().__init__(error.message)
-        self.error = error
 
 
 class _Held:
@@ -239,64 +229,6 @@ class _Held:
     def _tell(self) -> None:
         if self._there and self._unread:
             self._ctx.abandoned.append(self.pair.decode)
-            if self._ctx.handover is None:  # else another pair is under way, and all is released at its end
+            # Of a pair that has taken its place, a hand-over may be on its way yet: then all is released at its end.
+            if self._ctx.handover is None or self._ctx.handover_fetched:
                 self._ctx.on_late_handover()
-
-
-class _Tied:
-    """The way to the workers for one leg of a pair. Implements ``coordinator.step.Upstream``.
-
-    Args:
-        fields: this leg's half of the pair.
-        changes: what else the leg has that its step does not know of.
-        again: a failure after which another pair may be tried is raised as _Again.
-    """
-
-    def __init__(
-        self,
-        upstream: Upstream,
-        kv: KvConnector,
-        fields: Mapping[str, Any],
-        changes: dict[str, Any],
-        *,
-        again: bool = False,
-    ) -> None:
-        self._upstream = upstream
-        self._kv = kv
-        self._fields = fields
-        self._changes = changes
-        self._again = again
-
-    @property
-    def media(self) -> MediaFetcher:
-        return self._upstream.media
-
-    @property
-    def bootstrap(self) -> Bootstrap:
-        return self._upstream.bootstrap
-
-    @property
-    def parsers(self) -> Parsers | None:
-        return self._upstream.parsers
-
-    def serves(self, ctx: RequestContext, role: str) -> bool:
-        return self._upstream.serves(ctx, role)
-
-    def choose(self, ctx: RequestContext, role: str) -> Peer:
-        return self._upstream.choose(ctx, role)
-
-    async def post_json(self, ctx: RequestContext, leg: Leg, *, accept: tuple[int, ...] = ()) -> Reply:
-        try:
-            return await self._upstream.post_json(ctx, self._tied(leg), accept=accept)
-        except LegError as error:
-            if self._again and error.retryable and error.elsewhere:
-                raise _Again(error) from error
-            raise
-
-    async def stream(self, ctx: RequestContext, leg: Leg, *, accept: tuple[int, ...] = ()) -> LiveStream | Reply:
-        return await self._upstream.stream(ctx, self._tied(leg), accept=accept)
-
-    def _tied(self, leg: Leg) -> Leg:
-        generate = leg.path == PATHS[Format.GENERATE]
-        body = put(self._kv, leg.body, self._fields, generate=generate) if self._fields else leg.body
-        return replace(leg, body=body, tied=True, **self._changes)

@@ -71,7 +71,7 @@ WIRING = ("coordinator.app", "coordinator.cli", "coordinator.demo", "coordinator
 DERENDERING = tuple(f"coordinator.derender.{name}" for name in ("process", "stream", "pool", "held"))
 RENDERING = family("coordinator.rendering")
 RENDERING_PLAIN = ("anthropic", "fields", "conversation", "tokenizer", "parsers", "sampling", "threads", "renderer")
-STEPS_SHARE = ("steps.joined", "steps.params", "steps.prompt")
+STEPS_SHARE = ("steps.joined", "steps.params", "steps.prompt", "steps.tied")
 # With the packages that hold their own types: URL, CIMultiDict, ErrorDetails.
 AIOHTTP = ("aiohttp", "httptools", "multidict", "yarl")
 PYDANTIC = ("pydantic", "pydantic_core")
@@ -146,8 +146,8 @@ TABLE = (
     Row(("steps",), "steps/__init__.py is a docstring: importing one step must not import them all"),
     Row(
         STEPS_SHARE,
-        "what steps share (joined, params, prompt) imports pydantic, envelope, coordinator.units and the contract "
-        "(coordinator.step, coordinator.context); never a step",
+        "what steps share (joined, params, prompt, tied) imports pydantic, envelope, coordinator.units and the "
+        "contract (coordinator.step, coordinator.context); never a step",
         may=(*PYDANTIC, "coordinator.units", *ENVELOPE, *CONTRACT),
     ),
     Row(
@@ -157,7 +157,7 @@ TABLE = (
     ),
     Row(
         ("steps.*",),
-        "a step imports envelope, pydantic, what steps share (joined, params, prompt), coordinator.units, "
+        "a step imports envelope, pydantic, what steps share (joined, params, prompt, tied), coordinator.units, "
         "coordinator.outbound, coordinator.rendering and the contract (coordinator.step, coordinator.context); never "
         "aiohttp, never another step",
         may=(*PYDANTIC, *STEPS_SHARE, "coordinator.units", "coordinator.outbound", *RENDERING, *ENVELOPE, *CONTRACT),

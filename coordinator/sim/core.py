@@ -274,8 +274,10 @@ class Generation:
         wrong = False
         if core.settings.nixl and params.get("do_remote_prefill"):
             try:
+                push = core.settings.kv == "nixl-push"
+                places = _places(job)
                 core.store.fetch(
-                    params, job.prompt_ids, engine_id=core.engine_id, media=_places(job), reader=job.id
+                    params, job.prompt_ids, engine_id=core.engine_id, media=places, reader=job.id, push=push
                 )
             except BadHandover as error:
                 core.dead = error.kills and core.settings.die_of_bad_kv

@@ -44,7 +44,7 @@ class Violation:
 
     Attributes:
         reason: ``incomplete``, ``unknown``, ``expired``, ``read_twice``, ``altered``, ``own_engine``,
-            ``other_tokens`` or ``other_media``.
+            ``other_tokens``, ``other_media`` or ``other_id``.
     """
 
     reason: str
@@ -128,11 +128,13 @@ class HandoverStore:
         engine_id: str,
         media: Sequence[Place] = (),
         reader: str = "",
+        push: bool = False,
     ) -> None:
         """Read the blocks that ``params`` describes, once.
 
         Args:
             reader: the request's id. One that releases throws its answer away, so a second reading does no harm.
+            push: the blocks are written to the request that has prefill's id.
 
         Raises:
             BadHandover: recorded in ``violations``.
@@ -141,6 +143,8 @@ class HandoverStore:
         if reason == "read_twice" and "-release" in reader:
             self.reread.append(params["remote_request_id"])
             return
+        if reason is None and push and reader != params["remote_request_id"].rpartition("-")[0]:
+            reason = "other_id"  # the real one waits for a registration that never comes
         if reason is not None:
             violation = Violation(reason, engine_id, dict(params), tuple(token_ids))
             self.violations.append(violation)

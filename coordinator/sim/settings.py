@@ -37,7 +37,7 @@ class Settings:
     request_id_headers: bool = False
     prompt_tokens_details: bool = False
     connector: bool = True
-    kv: Literal["nixl", "mooncake", "sglang"] = "nixl"
+    kv: Literal["nixl", "nixl-push", "mooncake", "sglang"] = "nixl"
     dp_size: int = 1
     ec_connector: Literal["nixl", "shared_storage"] | None = "nixl"
     trust_mm_kwargs: bool = True
@@ -46,7 +46,7 @@ class Settings:
 
     @property
     def nixl(self) -> bool:
-        return self.connector and self.kv == "nixl"
+        return self.connector and self.kv in ("nixl", "nixl-push")
 
     def at_least(self, *release: int) -> bool:
         return tuple(int(part) for part in self.version.split(".")[:2]) >= release

@@ -302,7 +302,7 @@ def test_what_is_wrong_with_a_pool(refused, pool: str, sentence: str) -> None:
 
 
 PIPELINE = [
-    ("kv_connector: kv-nixel", "kv_connector: 'kv-nixel' is not one of kv-shared-storage, kv-nixl, kv-lmcache, kv-mooncake, kv-offloading, kv-sglang, did you mean kv-nixl?"),
+    ("kv_connector: kv-nixel", "kv_connector: 'kv-nixel' is not one of kv-shared-storage, kv-nixl, kv-nixl-push, kv-lmcache, kv-mooncake, kv-offloading, kv-sglang, did you mean kv-nixl?"),
     ("ec_connector: foo", "ec_connector: 'foo' is not one of ec-shared-storage, ec-nixl"),
     ("use_openai_format: maybe", "use_openai_format: 'maybe' is neither true nor false, write one of them"),
     ("use_openai_format: [true]", "use_openai_format: [True] is neither true nor false, write one of them"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -132,6 +133,12 @@ def test_repeated_names_are_spelled_alike_so_that_none_is_lost() -> None:
         ("Other", "3"),
         ("X-Tag", "4"),
     ]
+
+
+def test_a_repeated_leg_keeps_an_id_by_which_workers_know_it() -> None:
+    """NIXL in push mode pairs the legs by it."""
+    leg_ = replace(leg(), one_id=True)
+    assert ("X-Request-Id", "req-1234") in leg_headers(context(), leg_, Worker("http://a"), 1)
 
 
 @pytest.mark.parametrize(("attempt", "own_id"), [(0, "req-1234"), (1, "req-1234-2"), (2, "req-1234-3")])

@@ -117,7 +117,7 @@ PARAMS = [
     (step("decode", output_mode="txt"), "output_mode: 'txt' is not one of tokens, text, derender, did you mean text?"),
     (step("decode", wrap_chat_completion="maybe"), "wrap_chat_completion: 'maybe' is neither true nor false, write one of them"),
     (step("decode", first_byte_timeout=30), "first_byte_timeout: 30 has no unit, write 30s"),
-    (step("decode", kv_connector="nixl"), "kv_connector: 'nixl' is not one of kv-shared-storage, kv-nixl, kv-lmcache, kv-mooncake, kv-offloading, kv-sglang, did you mean kv-nixl?"),
+    (step("decode", kv_connector="nixl"), "kv_connector: 'nixl' is not one of kv-shared-storage, kv-nixl, kv-nixl-push, kv-lmcache, kv-mooncake, kv-offloading, kv-sglang, did you mean kv-nixl?"),
 ]  # fmt: skip
 
 
@@ -389,6 +389,15 @@ def test_a_connector_of_one_leg_after_the_other_is_refused_in_a_pair(refused, na
     assert refused(step("prefill-decode", kv_connector=name), **where) == [
         f"pipeline.steps[0].params.kv_connector: {name} {AT_ONCE}"
     ]
+
+
+def test_legs_that_are_paired_by_their_id_take_one_route(refused, made) -> None:
+    """NIXL in push mode: the route is part of the id."""
+    two = (RENDER, step("prefill", use_openai_format=False), "decode")
+    rest = "kv-nixl-push pairs the legs by an id that the route is part of, write the same for both"
+    assert refused(*two, kv_connector="kv-nixl-push") == [f"pipeline.steps[1].params.use_openai_format: {rest}"]
+    assert made(*two, kv_connector="kv-nixl")
+    assert made(RENDER, "prefill", "decode", kv_connector="kv-nixl-push", use_openai_format=False)
 
 
 def pair_pools(**prefill: Any) -> dict[str, Any]:

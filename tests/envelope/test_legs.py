@@ -18,6 +18,7 @@ from envelope.legs import (
     encode_openai,
     from_render,
     from_token_prompt,
+    identified,
     mode_for,
     one_token,
     one_token_openai,
@@ -25,6 +26,7 @@ from envelope.legs import (
     prefill_openai,
     prefill_reset,
     stream_options,
+    unstreamed,
 )
 
 if TYPE_CHECKING:
@@ -423,3 +425,18 @@ def test_an_encode_leg_on_the_generate_route_is_one_item_behind_the_first_token(
 def test_what_changes_media_stays_on_a_generate_leg() -> None:
     rendered = {"token_ids": [1], "sampling_params": {}}
     assert from_render(rendered, CHAT, {"messages": HI, **OPTIONS}).items() >= OPTIONS.items()
+
+
+@pytest.mark.parametrize("api", list(Format))
+def test_a_leg_says_its_id_where_the_header_does_not(pure: Callable[..., Any], api: Format) -> None:
+    """vLLM's responses route takes it from the body alone."""
+    sent = pure(identified, api, {"model": "m"}, "req-1")
+    assert sent == ({"model": "m", "request_id": "resp_req-1"} if api is RESPONSES else {"model": "m"})
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_own_request_is_asked_for_whole_and_else_as_it_is(pure: Callable[..., Any], stream: bool) -> None:
+    """Prefill samples decode's first token, so what shapes it stays."""
+    body = {"messages": HI, "max_tokens": 5, "n": 1, "stop": ["x"], "stream": stream, "logprobs": True}
+    options = {"stream_options": {"include_usage": True}}
+    assert pure(unstreamed, {**body, **options}) == {**body, "stream": False}
