@@ -223,7 +223,8 @@ class HttpUpstream:
         finally:
             await call.aclose()
         open_s = asyncio.get_running_loop().time() - call.began
-        if leg.single_use and not call.took_up and open_s < _TAKEN_UP_S:
+        # Of a pair, prefill may be running on: its step knows, and the request may be at the next one by now.
+        if leg.single_use and not leg.tied and not call.took_up and open_s < _TAKEN_UP_S:
             ctx.handover_fetched = False
             ctx.on_late_handover()
 
