@@ -312,9 +312,9 @@ def links(config: Config, steps: Sequence[Step], credentials: Credentials | Clos
         pool: Pool | None = getattr(config.pools, role)
         if pool is not None:
             at: Path = ("pools", role)
-            tls = credentials.verification(pool, at)
+            headers, tls = credentials.headers(pool, at), credentials.verification(pool, at)
             found[role] = RoleLink(
-                _pool_router(config, role, pool, credentials.headers(pool, at), tls),
+                _pool_router(config, role, pool, headers, tls),
                 pool.max_idle_conns_per_host,
                 pool.idle_conn_timeout,
                 tls=tls,

@@ -114,7 +114,7 @@ PANELS = (
         "Workers by state",
         "Who is left out?",
         "short",
-        (("sum by (role, state) (coordinator_workers)", "{{role}} {{state}}"),),
+        (('sum by (role, state) (coordinator_workers{state!="well"})', "{{role}} {{state}}"),),
     ),
     Panel(
         "Hand-over age",

@@ -87,7 +87,7 @@ class ConditionalDecode:
             live = await upstream.post_json(ctx, leg, accept=(_MISS,))
         if isinstance(live, Reply):
             if body.get("stream") and live.status != _MISS:
-                raise LegFailed(self.type, "the worker was asked for a stream and answered with one JSON body")
+                raise LegUnreadable(self.type, "the worker was asked for a stream and answered with one JSON body")
             return self._whole(ctx, live, mode)
         ctx.answer = self._answer(ctx, live, live.headers)
         if mode is not None:

@@ -277,7 +277,7 @@ class Decode:
     async def _opened(self, ctx: RequestContext, upstream: Upstream, leg: Leg) -> LiveStream:
         live = await upstream.stream(ctx, leg)
         if isinstance(live, Reply):
-            raise LegFailed(self.type, "the worker was asked for a stream and answered with one JSON body")
+            raise LegUnreadable(self.type, "the worker was asked for a stream and answered with one JSON body")
         return live
 
     def _hand_on(self, ctx: RequestContext, fmt: Format, answer: Answer) -> None:

@@ -290,6 +290,12 @@ def test_what_only_a_restart_changes_is_named(key: str) -> None:
         check(before, before.model_copy(update={"server": server}))
 
 
+def test_tracing_begins_and_ends_with_the_process() -> None:
+    before = Config.model_validate(tree("http://127.0.0.1:1"))
+    with pytest.raises(ConfigError, match="tracing: changing it takes a restart"):
+        check(before, before.model_copy(update={"tracing": True}))
+
+
 def test_a_file_that_is_swapped_is_seen_once(tmp_path: Path) -> None:
     path = tmp_path / "pd.yaml"
     path.write_text("a")
