@@ -244,6 +244,17 @@ def test_a_tokenizer_other_than_the_one_that_was_meant_is_refused() -> None:
         without_parsers(sha256="0" * 64)
 
 
+def test_what_is_loaded_is_kept_until_its_files_change(rendered: Any, tmp_path: Any) -> None:
+    """A configuration that is applied anew must not stall streams."""
+    model = Model(folder(tmp_path), 4096)
+    first = Renderer(model, threads=1)
+    assert Renderer(model, threads=1).tokenizer is first.tokenizer
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    changed = Renderer(model, threads=1)
+    assert changed.tokenizer is not first.tokenizer
+    assert len(rendered(*chat(), changed)[1]["token_ids"]) < len(rendered(*chat(), first)[1]["token_ids"])
+
+
 def test_a_model_without_a_template_still_has_completions(rendered: Any, tmp_path: Any) -> None:
     base = Renderer(Model(folder(tmp_path, "chat_template.jinja"), 4096), threads=1)
     assert rendered(*text(), base)[0] == 200
