@@ -87,17 +87,18 @@ class Finder:
         """Look up for ever; the owner cancels."""
         failures = 0
         while True:
+            begun = self._clock()
             try:
                 async with aclosing(self._source.found()) as answers:
                     async for urls in answers:
-                        failures = 0
                         self._succeed(urls)
             except LookupFailed as error:
                 self._fail(str(error))
             except Exception as error:
                 log.exception("%s: looking up workers failed by a fault of the coordinator", self._role)
                 self._fail(repr(error))
-            failures += 1
+            # What lists and is then refused the watch has not recovered in between.
+            failures = 1 if self._clock() - begun >= _LONGEST_RETRY_S else failures + 1
             await asyncio.sleep(_wait_s(failures))
 
     def _succeed(self, urls: Sequence[str]) -> None:

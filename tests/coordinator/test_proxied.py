@@ -49,7 +49,11 @@ def test_what_is_no_exact_route_of_the_worker_is_refused(value: object, sentence
 
 
 @pytest.mark.parametrize(
-    "path", ["/sleep", "/abort_requests", "/update_weights", "/collective_rpc", "/v1/load_lora_adapter", "/server_info"]
+    "path",
+    [
+        *("/sleep", "/abort_requests", "/update_weights", "/collective_rpc", "/v1/load_lora_adapter", "/server_info"),
+        *("/invocations", "/v1/chat/completions/batch"),
+    ],
 )
 def test_a_dangerous_route_says_what_it_does(path: str) -> None:
     assert Route("POST", path).danger
