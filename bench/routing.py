@@ -63,7 +63,7 @@ def microseconds(case: Case, choices: int, in_flight: int) -> float:
         begun = time.thread_time_ns()
         worker = router.pick(ctx)
         assert worker is not None
-        tokens = router.weight(ctx)
+        tokens = router.sending(ctx, worker)
         worker.begin(tokens)
         open_legs.append((worker, tokens))
         if len(open_legs) > in_flight:

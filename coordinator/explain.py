@@ -108,6 +108,9 @@ class _Scribe:
     def serves(self, ctx: RequestContext, role: str) -> bool:
         return self._links[role].router.serves(ctx)
 
+    def uncached_tokens(self, ctx: RequestContext, role: str) -> int | None:
+        return self._links[role].router.uncached_tokens(ctx)
+
     async def post_json(self, ctx: RequestContext, leg: Leg, *, accept: tuple[int, ...] = ()) -> Reply:
         self._write_down(ctx, leg)
         if leg.step == "conditional-decode":

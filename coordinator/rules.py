@@ -366,6 +366,20 @@ def steps_suit_the_fleet(layout: Layout) -> Iterator[Fault]:
                     yield ("pipeline", name), f"a decode worker behind {kind.name} computes no prompts, write fail"
 
 
+def skipping_prefill_can_be_judged(layout: Layout) -> Iterator[Fault]:
+    for placed in layout.of("prefill", "prefill-decode"):
+        for name in ("min_uncached_tokens", "min_output_tokens"):
+            if placed.param(name) and not KV_CONNECTORS[layout.connector(placed)].decodes_alone:
+                yield placed.path("params", name), "a decode worker of this connector computes no prompts, take it out"
+        if not placed.param("min_uncached_tokens"):
+            continue
+        path, decode = placed.path("params", "min_uncached_tokens"), _pool(layout.config, "decode")
+        if decode is None or decode.policy != "prefix_affinity":
+            yield path, "it goes by what pools.decode remembers, write policy: prefix_affinity there"
+        if not layout.has_render_before(placed):
+            yield path, "it counts tokens, and no render step makes them: add one before it or take it out"
+
+
 RULES: tuple[Callable[[Layout], Iterator[Fault]], ...] = (
     order_works,
     each_step_stands_once,
@@ -388,6 +402,7 @@ RULES: tuple[Callable[[Layout], Iterator[Fault]], ...] = (
     a_pair_knows_its_prefill_worker,
     a_pair_is_sent_once,
     steps_suit_the_fleet,
+    skipping_prefill_can_be_judged,
 )
 
 

@@ -112,6 +112,9 @@ class HttpUpstream:
             return worker
         raise NoWorker(role, f"there is no {role} worker", headers={"Retry-After": "1"})
 
+    def uncached_tokens(self, ctx: RequestContext, role: str) -> int | None:
+        return self.links[role].router.uncached_tokens(ctx, ctx.failed)
+
     async def post_json(self, ctx: RequestContext, leg: Leg, *, accept: tuple[int, ...] = ()) -> Reply:
         async def once(call: Call) -> Reply:
             try:
@@ -164,7 +167,7 @@ class HttpUpstream:
         else:
             worker = router.pick(ctx, ctx.failed, needs) or router.pick(ctx, (), needs)
         while worker is not None:
-            call = Call(leg, worker, self._pools[leg.role], len(tried), begun, router.weight(ctx))
+            call = Call(leg, worker, self._pools[leg.role], len(tried), begun, router.sending(ctx, worker))
             call.watched = watched = self._watcher.begin(ctx, leg, worker, len(tried))
             call.report = router.report
             try:

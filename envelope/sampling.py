@@ -94,6 +94,12 @@ def output_cap(api: Format, body: Json) -> Any:
     return ENGINE_MAX_TOKENS if api is Format.COMPLETIONS else None
 
 
+def asked_output(api: Format, body: Json) -> int | None:
+    """Return how many output tokens a client wants at most, of any API; None where it did not say."""
+    cap = body["sampling_params"].get("max_tokens") if api is Format.GENERATE else output_cap(api, body)
+    return None if cap is None else int(cap)
+
+
 def complete(rendered: Json, api: Format, body: Json) -> Json:
     """Return a renderer's ``sampling_params`` with what it left out put back.
 

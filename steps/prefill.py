@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from coordinator.step import Leg, PlanRow
+from coordinator.units import Whole
 from envelope.client_request import choices, wants_prompt_logprobs
 from envelope.connectors import KV_CONNECTORS, Several
 from envelope.ec_transfer import EC_CONNECTORS, key_of, put
@@ -24,6 +25,7 @@ from envelope.features import without_tensors
 from envelope.formats import PATHS, Format, leg_format
 from envelope.kv_transfer import HandoverMissing, read_handover
 from envelope.legs import identified, prefill_generate, prefill_openai, unstreamed
+from envelope.sampling import asked_output
 from steps.params import LegParams
 from steps.prompt import prompt_ids
 
@@ -43,6 +45,16 @@ class Params(LegParams):
     ec_connector: str | None = Field(default=None, description="overrides pipeline.ec_connector for this step")
     send_prompt_token_ids: bool = Field(
         default=False, description="in OpenAI format, give the worker render's tokens so that it need not tokenize"
+    )
+    min_uncached_tokens: Annotated[Whole, Field(ge=0)] = Field(
+        default=0,
+        description="leave the leg out where decode's worker has fewer of the prompt's tokens to compute than this, by "
+        "the table of pools.decode's prefix_affinity; 0 is never",
+    )
+    min_output_tokens: Annotated[Whole, Field(ge=0)] = Field(
+        default=0,
+        description="leave the leg out where fewer output tokens are asked for than this: with 2, for one token, which "
+        "decode has once it has computed the prompt; 0 is never",
     )
     mm_features: Literal["auto", "metadata", "full"] = Field(
         default="auto",
@@ -94,8 +106,18 @@ class Prefill:
                 return "n"  # several engine requests would read blocks that the first of them frees
             if ctx.body.get("use_beam_search"):
                 return "beam_search"  # vLLM's beams are requests of their own, which are handed nothing
+            if reason := self._not_worth_it(ctx, upstream):
+                return reason
         if not upstream.serves(ctx, self.role):
             return "no_worker_named"
+        return None
+
+    def _not_worth_it(self, ctx: RequestContext, upstream: Upstream) -> str | None:
+        most_out, fewest_in = asked_output(ctx.api, ctx.body), self.params.min_uncached_tokens
+        if most_out is not None and most_out < self.params.min_output_tokens:
+            return "few_output_tokens"
+        if fewest_in and (uncached := upstream.uncached_tokens(ctx, "decode")) is not None and uncached < fewest_in:
+            return "few_uncached_tokens"
         return None
 
     async def _ask(self, ctx: RequestContext, upstream: Upstream, fmt: Format) -> Reply:

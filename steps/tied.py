@@ -65,6 +65,9 @@ class Tied:
     def serves(self, ctx: RequestContext, role: str) -> bool:
         return self._upstream.serves(ctx, role)
 
+    def uncached_tokens(self, ctx: RequestContext, role: str) -> int | None:
+        return None  # settled for both legs, before either began
+
     def choose(self, ctx: RequestContext, role: str) -> Peer:
         return self._upstream.choose(ctx, role)
 

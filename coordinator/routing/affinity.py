@@ -79,10 +79,12 @@ class PrefixAffinity:
     def choose(self, ctx: RequestContext, usable: Usable = None, *, again: bool = False) -> Worker | None:
         blocks = chain(ctx, self._block_tokens)
         seen = self._seen(blocks)
-        worker = self._of_those_sent_it(blocks, seen, usable) or self._by_ring(blocks, len(seen), usable)
-        if worker is not None:
-            self._remember(blocks, self._stays[worker])
-        return worker
+        return self._of_those_sent_it(blocks, seen, usable) or self._by_ring(blocks, seen, usable)
+
+    def remember(self, ctx: RequestContext, worker: Worker) -> None:
+        """Note that a worker is sent this request's prompt."""
+        if (stay := self._stays.get(worker)) is not None:
+            self._remember(chain(ctx, self._block_tokens), stay)
 
     def uncached_tokens(self, ctx: RequestContext, usable: Usable = None) -> int:
         """Return how many of a prompt's tokens the worker that would be chosen now was not sent before."""
@@ -121,10 +123,10 @@ class PrefixAffinity:
             before = holders
         return None
 
-    def _by_ring(self, blocks: Sequence[int], seen: int, usable: Usable) -> Worker | None:
+    def _by_ring(self, blocks: Sequence[int], seen: Sequence[tuple[_Stay, ...]], usable: Usable) -> Worker | None:
         limit, least = self._limit(), None
         # A prompt shorter than a block has nothing worth keeping together, so any place will do.
-        place = blocks[min(seen, len(blocks) - 1)] if blocks else randrange(-(2**63), 2**63)
+        place = blocks[min(_known(seen), len(blocks) - 1)] if blocks else randrange(-(2**63), 2**63)
         for worker in self._ring.after(place):
             if usable is not None and not usable(worker):
                 continue
@@ -153,6 +155,16 @@ class PrefixAffinity:
             table.move_to_end(block)
         while len(table) > self._remembered_blocks:
             table.popitem(last=False)
+
+
+def _known(seen: Sequence[tuple[_Stay, ...]]) -> int:
+    """Return how many blocks were sent to somebody who is still here."""
+    here: tuple[_Stay, ...] = ()
+    for number, holders in enumerate(seen):
+        if holders is not here and not any(stay.here for stay in holders):
+            return number
+        here = holders
+    return len(seen)
 
 
 def _least(holders: Sequence[_Stay], limit: float, usable: Usable) -> Worker | None:

@@ -43,7 +43,10 @@ class GatewayRouter:
     def why(self, ctx: RequestContext, worker: Worker) -> str:
         return "the endpoint picker behind the gateway chooses"
 
-    def weight(self, ctx: RequestContext) -> int:
+    def uncached_tokens(self, ctx: RequestContext, tried: Sequence[Worker] = ()) -> int | None:
+        return None
+
+    def sending(self, ctx: RequestContext, worker: Worker) -> int:
         return 0
 
     def report(self, worker: Worker, error: ApiError | None) -> None:

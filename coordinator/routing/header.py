@@ -85,7 +85,10 @@ class HeaderRouter:
     def why(self, ctx: RequestContext, worker: Worker) -> str:
         return f"named by the header {self._header}"
 
-    def weight(self, ctx: RequestContext) -> int:
+    def uncached_tokens(self, ctx: RequestContext, tried: Sequence[Worker] = ()) -> int | None:
+        return None
+
+    def sending(self, ctx: RequestContext, worker: Worker) -> int:
         return 0
 
     def report(self, worker: Worker, error: ApiError | None) -> None:

@@ -51,6 +51,7 @@ class PoolRouter:
         self.members = members
         self.health = health
         self.policy = policy
+        self._affinity = policy if isinstance(policy, PrefixAffinity) else None
         self.name = name
         self.watch = watch
         self._max_inflight = max_inflight
@@ -69,8 +70,6 @@ class PoolRouter:
             worker = self.policy.choose(ctx, self._usable(tried, needs, 0), again=again)
         if worker is None:
             return None
-        if self.health is not None and worker in self.health.on_trial:
-            self.health.tries(worker)
         if log.isEnabledFor(logging.DEBUG):
             log.debug("%s is picked %s", worker.url, self.why(ctx, worker), extra={"fields": {"leg_id": ctx.leg_id}})
         return worker
@@ -78,7 +77,17 @@ class PoolRouter:
     def why(self, ctx: RequestContext, worker: Worker) -> str:
         return f"by {self.name}: {self.policy.why(worker)}" if len(self.members.workers) > 1 else "the only worker"
 
-    def weight(self, ctx: RequestContext) -> int:
+    def uncached_tokens(self, ctx: RequestContext, tried: Sequence[Worker] = ()) -> int | None:
+        if self._affinity is None:
+            return None
+        self._follow()
+        return self._affinity.uncached_tokens(ctx, self._usable(tried, "", self._max_inflight))
+
+    def sending(self, ctx: RequestContext, worker: Worker) -> int:
+        if self.health is not None and worker in self.health.on_trial:
+            self.health.tries(worker)
+        if self._affinity is not None:
+            self._affinity.remember(ctx, worker)
         if not self.policy.weighs:
             return 0
         if not self._by_prompt:

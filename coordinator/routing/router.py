@@ -83,8 +83,14 @@ class Router(Protocol):
     def why(self, ctx: RequestContext, worker: Worker) -> str:
         """Say how the worker that was picked last came to be picked."""
 
-    def weight(self, ctx: RequestContext) -> int:
-        """Return the tokens that a leg of this request counts as while it is in flight; 0 where nobody asks."""
+    def uncached_tokens(self, ctx: RequestContext, tried: Sequence[Worker] = ()) -> int | None:
+        """Return how many of the prompt's tokens the next worker was not sent before; None where nobody remembers."""
+
+    def sending(self, ctx: RequestContext, worker: Worker) -> int:
+        """Note that a leg of this request goes to a worker that was picked.
+
+        Returns: the tokens that it counts as while it is in flight; 0 where nobody asks.
+        """
 
     def report(self, worker: Worker, error: ApiError | None) -> None:
         """Take in how a leg ended, once: by an error, or well."""

@@ -32,6 +32,10 @@ def asked(token_ids: Sequence[int] = (), body: Any = None, api: Format = Format.
 
 
 def letters(router: PoolRouter, times: int, ctx: RequestContext | None = None) -> str:
-    """Return the last letters of the workers that are picked one after the other."""
-    ctx = ctx or asked()
-    return "".join(worker.url[-1] for _ in range(times) if (worker := router.pick(ctx)) is not None)
+    """Return the last letters of the workers that so many legs are sent to one after the other."""
+    ctx, found = ctx or asked(), ""
+    for _ in range(times):
+        if (worker := router.pick(ctx)) is not None:
+            router.sending(ctx, worker)
+            found += worker.url[-1]
+    return found

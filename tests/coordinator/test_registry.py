@@ -358,6 +358,21 @@ def test_wrap_without_a_tokens_in_decode_is_refused(refused, made) -> None:
     assert made(RENDER, "prefill", step("decode", wrap_chat_completion=True), use_openai_format=False)
 
 
+AFFINE = {**NIXL_POOLS, "decode": {"endpoints": ["http://b"], "policy": "prefix_affinity"}}
+
+
+def test_skipping_prefill_by_what_decode_remembers_needs_its_table_and_tokens(refused, made) -> None:
+    legs = step("prefill", min_uncached_tokens=500), "decode"
+    assert len(made(RENDER, *legs, pools=AFFINE, gateway=None)) == 3
+    at = "pipeline.steps[{}].params.min_uncached_tokens: "
+    remembers = "it goes by what pools.decode remembers, write policy: prefix_affinity there"
+    assert refused(RENDER, *legs, pools=NIXL_POOLS, gateway=None) == [at.format(1) + remembers]
+    assert refused(RENDER, *legs) == [at.format(1) + remembers]
+    assert refused(*legs, pools=AFFINE, gateway=None) == [
+        at.format(0) + "it counts tokens, and no render step makes them: add one before it or take it out"
+    ]
+
+
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
 def test_token_ids_beside_an_openai_body_need_a_render_step_and_that_format(refused, made, leg: str) -> None:
     legs = [step(name, send_prompt_token_ids=name == leg) for name in ("prefill", "decode")]

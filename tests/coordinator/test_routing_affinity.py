@@ -14,7 +14,7 @@ from coordinator.routing.blocks import chain
 from coordinator.routing.ring import Ring
 from coordinator.routing.router import PoolLoad, Worker
 from envelope.formats import Format
-from tests.coordinator.pools import asked
+from tests.coordinator.pools import asked, made
 
 BLOCK = 16
 MANY = [f"http://10.0.0.{number}:8000" for number in range(20)]
@@ -36,8 +36,10 @@ def prompt(number: int, blocks: int = 10) -> list[int]:
 
 
 def chosen(policy: PrefixAffinity, *token_ids: int, **slots: Any) -> Worker:
-    worker = policy.choose(asked(token_ids, **slots))
+    ctx = asked(token_ids, **slots)
+    worker = policy.choose(ctx)
     assert worker is not None
+    policy.remember(ctx, worker)
     return worker
 
 
@@ -150,6 +152,15 @@ def test_a_worker_that_left_is_not_taken_to_have_what_it_had() -> None:
     assert policy.uncached_tokens(asked(prompt(1))) == 10 * BLOCK
 
 
+def test_what_only_those_had_who_have_left_is_new_to_everybody() -> None:
+    """So it is placed as on the first day, and as a replica does that never heard of them."""
+    policy, workers = affinity()
+    home = chosen(policy, *prompt(1))
+    policy.use([])
+    policy.use(workers)
+    assert chosen(policy, *prompt(1)) is home
+
+
 def test_when_a_worker_leaves_only_its_prompts_move() -> None:
     before, workers = affinity()
     where = {number: chosen(before, *prompt(number)) for number in range(200)}
@@ -165,6 +176,18 @@ def test_what_nobody_was_sent_is_uncached_and_a_beginning_is_not() -> None:
     assert policy.uncached_tokens(asked([*prompt(1), 1, 2, 3])) == 3
     assert policy.uncached_tokens(asked([*prompt(1), *prompt(2, 30)])) == 40 * BLOCK, "too little of it to go there"
     assert policy.uncached_tokens(asked(prompt(1)), usable=lambda worker: False) == 10 * BLOCK
+
+
+def test_a_choice_that_nothing_came_of_is_not_remembered() -> None:
+    """Another worker is looked for after every failure, also where the leg may not be sent there."""
+    router = made("prefix_affinity")
+    ctx = asked(range(1000))
+    first = router.pick(ctx)
+    assert first is not None and router.uncached_tokens(ctx) == 1000
+    router.sending(ctx, first)
+    assert router.pick(ctx, [first]) is not first
+    assert (router.uncached_tokens(ctx), router.uncached_tokens(ctx, [first])) == (1000 % 128, 1000)
+    assert made("round_robin").uncached_tokens(ctx) is None
 
 
 def test_a_prompt_shorter_than_a_block_goes_anywhere() -> None:

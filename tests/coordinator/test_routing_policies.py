@@ -77,16 +77,15 @@ def test_least_inflight_takes_the_one_with_the_fewest_and_among_equals_each_in_i
 def test_least_inflight_goes_by_tokens_a_long_prompt_weighs_more_than_two_short_ones() -> None:
     router = made("least_inflight", URLS[:2])
     a, b = router.known()
-    a.begin(router.weight(asked(range(5000))))
+    a.begin(router.sending(asked(range(5000)), a))
     for _ in range(3):
-        b.begin(router.weight(asked(range(10))))
+        b.begin(router.sending(asked(range(10)), b))
     assert letters(router, 3) == "bbb"
 
 
 def test_what_a_leg_weighs_is_its_prompt_and_its_place_but_its_place_alone_where_it_carries_media() -> None:
-    assert made("least_inflight").weight(asked(range(1000))) == 1256
-    assert made("least_inflight", role="encode").weight(asked(range(1000))) == 256
-    assert made("round_robin").weight(asked(range(1000))) == 0
+    routers = made("least_inflight"), made("least_inflight", role="encode"), made("round_robin")
+    assert [router.sending(asked(range(1000)), router.known()[0]) for router in routers] == [1256, 256, 0]
 
 
 @pytest.mark.parametrize("loads", [[5, 3, 9, 1, 7], [0, 0, 0, 0], [2, 2, 1]])
@@ -149,9 +148,9 @@ def test_a_full_worker_is_left_out_while_another_has_room(policy: str) -> None:
     a, b, c = router.known()
     for worker, legs in ((a, 2), (b, 3), (c, 1)):
         for _ in range(legs):
-            worker.begin(router.weight(asked()))
+            worker.begin(router.sending(asked(), worker))
     assert letters(router, 3, asked(range(500))) == "ccc"
-    c.begin(router.weight(asked()))
+    c.begin(router.sending(asked(), c))
     assert set(letters(router, 6)) <= set("abc"), "admission let it in, so somebody must do it"
     assert router.pick(asked(), [a, b]) is c
 

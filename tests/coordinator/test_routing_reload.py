@@ -25,7 +25,12 @@ def router(*urls: str, key: str = "k", **params: Any) -> PoolRouter:
 
 
 def picks(of: PoolRouter, count: int) -> list[str]:
-    return [worker.url for _ in range(count) if (worker := of.pick(asked(PROMPT)))]
+    found, ctx = [], asked(PROMPT)
+    for _ in range(count):
+        if worker := of.pick(ctx):
+            of.sending(ctx, worker)
+            found.append(worker.url)
+    return found
 
 
 def test_a_worker_that_stays_is_the_same_with_its_legs_and_the_pool_has_their_tokens() -> None:

@@ -48,9 +48,10 @@ class FakeUpstream:
     media: Any = None
     bootstrap: Any = None
 
-    def __init__(self, *answers: Any, serves: bool = True) -> None:
+    def __init__(self, *answers: Any, serves: bool = True, uncached: int | None = None) -> None:
         self._answers = list(answers)
         self._serves = serves
+        self._uncached = uncached
         self.legs: list[Leg] = []
         self.calls: list[tuple[str, tuple[int, ...]]] = []
         self.asked: list[str] = []
@@ -58,6 +59,10 @@ class FakeUpstream:
     def serves(self, ctx: RequestContext, role: str) -> bool:
         self.asked.append(role)
         return self._serves
+
+    def uncached_tokens(self, ctx: RequestContext, role: str) -> int | None:
+        assert role == "decode"
+        return self._uncached
 
     async def post_json(self, ctx: RequestContext, leg: Leg, *, accept: tuple[int, ...] = ()) -> Any:
         return self._answer("post_json", leg, accept)

@@ -146,6 +146,46 @@ async def test_where_the_router_named_no_worker_there_is_no_prefill(
     assert (up.asked, up.legs, counted.all) == (["prefill"], [], [("prefill_skipped", "no_worker_named")])
 
 
+# (the API, a body that asks for so many output tokens)
+OUTPUT = {
+    "chat": lambda cap: {"messages": HI, "max_tokens": cap},
+    "chat, by its newer name": lambda cap: {"messages": HI, "max_completion_tokens": cap},
+    "completions": lambda cap: {"prompt": "hi", "max_tokens": cap},
+    "responses": lambda cap: {"input": "hi", "max_output_tokens": cap},
+    "messages": lambda cap: {"messages": HI, "max_tokens": cap},
+    "generate": lambda cap: {"token_ids": [1], "sampling_params": {"max_tokens": cap}},
+}
+
+
+@pytest.mark.parametrize(("api", "body"), OUTPUT.items(), ids=OUTPUT)
+@pytest.mark.parametrize(("cap", "outcome"), [(1, "skipped"), (2, "ok"), (None, "ok")])
+async def test_for_one_output_token_decode_may_do_without_prefill(
+    prefill: Any, context: Any, upstream: Any, counted: Any, api: str, body: Any, cap: int | None, outcome: str
+) -> None:
+    up = upstream(ANSWER)
+    step = prefill(params=Params(min_output_tokens=2))
+    assert await step.run(context(api.split(",")[0], body(cap)), up) == outcome
+    assert counted.all == ([("prefill_skipped", "few_output_tokens")] if outcome == "skipped" else [])
+
+
+async def test_for_one_output_token_prefill_is_asked_unless_the_file_says_otherwise(
+    prefill: Any, context: Any, upstream: Any
+) -> None:
+    assert await prefill().run(context("chat", {"messages": HI, "max_tokens": 1}), upstream(ANSWER)) == "ok"
+
+
+@pytest.mark.parametrize(
+    ("uncached", "outcome"), [(0, "skipped"), (99, "skipped"), (100, "ok"), (5000, "ok"), (None, "ok")]
+)
+async def test_where_decode_has_most_of_a_prompt_there_is_no_prefill(
+    prefill: Any, context: Any, upstream: Any, counted: Any, uncached: int | None, outcome: str
+) -> None:
+    up = upstream(ANSWER, uncached=uncached)
+    assert await prefill(params=Params(min_uncached_tokens=100)).run(context("chat", CHAT), up) == outcome
+    assert counted.all == ([("prefill_skipped", "few_uncached_tokens")] if outcome == "skipped" else [])
+    assert len(up.legs) == (outcome == "ok")
+
+
 # Case L11 and its kin: what prefill returned, and why it is no hand-over.
 MISSING = {
     "absent": ({"choices": []}, "absent", "the answer carries no kv_transfer_params"),
