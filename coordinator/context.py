@@ -19,7 +19,7 @@ slot                  set by                  read by
 ``failed``            upstream                upstream (workers to avoid when a leg is made again)
 ``prompt_tokens``     routing                 routing (what a leg weighs)
 ``blocks``            routing                 routing (what the prompt begins with)
-``places``            server                  pipeline (gives prefill's back early)
+``places``            server                  pipeline, prefill-decode (give prefill's back early)
 ``queued_s``          server                  the access log, Server-Timing
 ``trace``             server                  upstream (a span for each call of a worker)
 ``generated``         decode (of a service's  derender
@@ -29,6 +29,9 @@ slot                  set by                  read by
 ``attempts``          upstream                pipeline
 ``legs``              pipeline, respond       the access log and the metrics
 ====================  ======================  ==========================================
+
+prefill-decode is a prefill and a decode here. It also sets ``handover`` itself, before either leg is out, where decode
+is to fetch what prefill will leave; and puts into ``abandoned`` what a prefill left that was no longer waited for.
 """
 
 from __future__ import annotations

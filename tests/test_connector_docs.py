@@ -66,3 +66,12 @@ def test_the_docs_show_the_table_of_contracts_as_it_is() -> None:
 def test_the_docs_say_what_each_connector_s_workers_are_started_with() -> None:
     text = DOCS.read_text()
     assert [name for name in KV_CONNECTORS if f"## {name}" not in text] == []
+
+
+def test_the_readme_names_each_connector_with_its_steps() -> None:
+    readme = (DOCS.parents[1] / "README.md").read_text().splitlines()
+    rows = [line for line in readme if line.startswith("| `kv-")]
+    named = {name: line for line in rows for name in KV_CONNECTORS if f"`{name}`" in line}
+    assert {name: "`prefill-decode`" in line for name, line in named.items()} == {
+        name: kind.concurrent for name, kind in KV_CONNECTORS.items()
+    }
