@@ -309,7 +309,7 @@ def links(config: Config, steps: Sequence[Step], credentials: Credentials | Clos
     """Return how each role that the steps use is reached."""
     found: dict[str, RoleLink] = {}
     for role in (*ROLES, "render"):
-        pool: Pool | None = getattr(config.pools, role)
+        pool: Pool | None = getattr(config.pools, role, None)
         if pool is not None:
             at: Path = ("pools", role)
             headers, tls = credentials.headers(pool, at), credentials.verification(pool, at)

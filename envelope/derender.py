@@ -62,7 +62,8 @@ def request_of(api: Format, rendered: Json, body: Json) -> Json:
     asked |= _given(context, _CONTEXT)
     if not asked.get("tools"):
         asked = {name: value for name, value in asked.items() if name not in ("tools", "tool_choice")}
-    return {**chat, **asked, **(_given(body, _SHOWN) if api is Format.CHAT else {})}
+    # With its own token ids it says whether they may be shown: not where they would tell of hidden reasoning.
+    return {**chat, **asked, **(_given(body, _SHOWN) if api is Format.CHAT else {}), "return_token_ids": True}
 
 
 def whole_body(api: Format, reply: Json, rendered: Json, request: Json) -> Json:
@@ -144,7 +145,7 @@ def derendered_chunk(api: Format, chunk: Json, made: Json) -> Json:
         for name in ("id", "type"):
             if call.get(name) is None:
                 call.pop(name, None)
-    shown |= {"delta": delta or None, "logprobs": ours.get("logprobs")}
+    shown |= {"delta": delta or None, "logprobs": ours.get("logprobs"), "token_ids": ours.get("token_ids")}
     return {**chunk, "output_mode": DERENDER, "choices": [shown]}
 
 
@@ -159,7 +160,7 @@ def _merged(api: Format, choice: Json, made: Json | None) -> Json:
         }
     if made is None:
         return {**choice, "message": {"role": "assistant", "content": "", "reasoning": None}}
-    names = ("message", "logprobs", "finish_reason", "stop_reason")
+    names = ("message", "logprobs", "finish_reason", "stop_reason", "token_ids")
     return {**choice, **{name: made.get(name) for name in names}}
 
 

@@ -19,11 +19,13 @@ from coordinator.context import Answer
 from coordinator.step import Leg, PlanRow, Reply
 from coordinator.units import Count, Duration
 from envelope import completions
+from envelope.collected import Collected
 from envelope.connectors import KV_CONNECTORS
 from envelope.ec_transfer import put
 from envelope.errors import LegFailed, LegUnreadable
 from envelope.formats import PATHS, Format, leg_format
 from envelope.generate import DERENDER, TOKENS, asked_mode, check_echo, check_first_echo
+from envelope.json_codec import dumps
 from envelope.legs import (
     decode_for_generate_client,
     decode_generate,
@@ -165,7 +167,9 @@ class Decode:
         job = self._job(ctx, fmt)
         if job is not None and job["decoding"] is not None:
             leg = replace(leg, body=without_stop_strings(leg.body))
-        if body.get("stream"):
+        if job is not None and not body["stream"] and (job["decoding"] or {}).get("stop"):
+            await self._stopped(ctx, upstream, leg, mode, job)
+        elif body.get("stream"):
             await self._stream(ctx, upstream, leg, fmt, mode, job)
         else:
             await self._whole(ctx, upstream, leg, fmt, mode, job)
@@ -273,6 +277,26 @@ class Decode:
         ctx.answer.parsed = job["context"] is not None
         if mode is not None:
             check_first_echo(self.type, mode, live.first_event)
+
+    async def _stopped(
+        self, ctx: RequestContext, upstream: Upstream, leg: Leg, mode: str | None, job: Json
+    ) -> None:
+        """Have a whole answer that a stop string may end, which the worker cannot see: listen, and hang up on it."""
+        assert upstream.parsers is not None, "the wiring makes parsers where decode says so"
+        counted = {"include_usage": True}
+        leg = replace(leg, body={**leg.body, "stream": True, "stream_options": counted})
+        await self._parsed_stream(ctx, upstream, leg, mode, {**job, "context": None})
+        held, collected = ctx.answer, Collected()
+        assert held is not None and not isinstance(held.source, bytes), "that was a stream"
+        while not await held.source.push(collected.feed):
+            pass
+        await held.aclose()
+        reply = collected.reply()
+        held.source.ended(None)
+        if job["context"] is not None:
+            reply = await upstream.parsers.whole({**job, "decoding": None}, reply)
+        ctx.answer = self._answer(ctx, Format.GENERATE, dumps(reply), held.headers)
+        ctx.answer.body = reply
 
     async def _opened(self, ctx: RequestContext, upstream: Upstream, leg: Leg) -> LiveStream:
         live = await upstream.stream(ctx, leg)

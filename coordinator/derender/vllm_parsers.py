@@ -65,7 +65,10 @@ class Parsers:
         """Return a whole generate answer with a ``message`` on each choice; its ``text`` alone where none is parsed."""
         choices = reply["choices"]
         if job["decoding"]:
-            choices = [Detokenized(self, job).choice(choice) for choice in choices]
+            each = [Detokenized(self, job) for _ in choices]
+            choices = [detokenized.choice(choice) for detokenized, choice in zip(each, choices, strict=True)]
+            if any(detokenized.stopped for detokenized in each):
+                reply = {**reply, "usage": {**(reply.get("usage") or {}), **counts(job, each)}}
         if job["context"] is None:
             return {**reply, "output_mode": "text", "choices": choices}
         request = self.request(job)
@@ -165,14 +168,12 @@ class StreamParse:
 
     def usage(self, chunk: Json) -> Json:
         """Return the usage chunk of a stream that was ended here."""
-        prompt, made = len(self._prompt), sum(each.count for each in self._detokenizers)
-        counts = {"prompt_tokens": prompt, "total_tokens": prompt + made, "completion_tokens": made}
-        return {"request_id": chunk.get("request_id"), "usage": counts, "choices": []}
+        return {"request_id": chunk.get("request_id"), "usage": counts(self._job, self._detokenizers), "choices": []}
 
     def _counted(self, chunk: Json) -> Json:
         if not (self._ours and chunk.get("usage")):
             return chunk
-        return {**chunk, "usage": {**chunk["usage"], **self.usage(chunk)["usage"]}}
+        return {**chunk, "usage": {**chunk["usage"], **counts(self._job, self._detokenizers)}}
 
     def _choice(self, choice: Json) -> Json | None:
         index = choice["index"]
@@ -246,6 +247,12 @@ class Detokenized:
             scores = resolved.model_dump(mode="json")
         self._context = _logprob_context_tail(self._context, token_ids)
         return scores
+
+
+def counts(job: Json, choices: list[Detokenized]) -> Json:
+    """Return the usage of an answer that was ended here: the worker's own counts what came after a stop string too."""
+    prompt, made = len(job["prompt"]), sum(choice.count for choice in choices)
+    return {"prompt_tokens": prompt, "total_tokens": prompt + made, "completion_tokens": made}
 
 
 def hidden(choice: Json) -> Json:

@@ -17,13 +17,14 @@ import yaml
 
 from tests.e2e import vllm_env
 from tests.e2e.lineups import LINEUPS
-from tests.e2e.servers import Process, free_ports, vllm
+from tests.e2e.servers import ON_CPU, Process, free_ports, vllm
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from tests.e2e.lineups import Lineup
 
+ROOT = Path(__file__).resolve().parents[2]
 VLLM_VERSION = os.environ.get("VLLM_VERSION", vllm_env.DEFAULT_VERSION)
 # Boot is imports: half a minute alone, and up to 100 s while something else uses both cores.
 BOOT_S = 300
@@ -122,17 +123,20 @@ def coordinator(
     folder = tmp_path_factory.mktemp("coordinators")
     running: dict[str, Coordinator] = {}
 
-    def start(config: dict) -> Coordinator:
+    def start(config: dict, python: Path | None = None) -> Coordinator:
+        """Start it; ``python`` is another than that of the tests, for what is installed there."""
         key = json.dumps(config, sort_keys=True)
         if key not in running:
             (port,) = free_ports(1)
             file = folder / f"{port}.yaml"
             file.write_text(yaml.safe_dump({"server": {"listen_addr": f"127.0.0.1:{port}"}} | config))
-            command = [sys.executable, "-m", "coordinator", "serve", "--config", str(file)]
-            process = Process("coordinator", command, port, file.with_suffix(".log"))
+            command = [str(python or sys.executable), "-m", "coordinator", "serve", "--config", str(file)]
+            env = {} if python is None else {"PYTHONPATH": str(ROOT), **ON_CPU}
+            process = Process("coordinator", command, port, file.with_suffix(".log"), env)
             request.config.stash.setdefault(_PROCESSES, []).append(process)
             try:
-                running[key] = Coordinator(process.wait_until_ready("/readyz", 30))
+                ready_s = 30 if python is None else BOOT_S  # vLLM's parsers are imports too
+                running[key] = Coordinator(process.wait_until_ready("/readyz", ready_s))
             except RuntimeError:
                 process.stop()
                 raise

@@ -116,7 +116,7 @@ def vllm(
         flags: more of vLLM's, as kv_cache_memory_bytes="1000000".
     """
     port, side_port = free_ports(2)
-    env = _QUIET | _CORES | {"VLLM_HOST_IP": "127.0.0.1"}
+    env = ON_CPU | _CORES | {"VLLM_HOST_IP": "127.0.0.1"}
     command = ["launch", "render"] if role == "render" else ["serve"]
     command += [str(model), "--host", "127.0.0.1", "--port", str(port), "--served-model-name", MODEL_NAME]
     command += ["--max-model-len", str(MAX_MODEL_LEN), "--reasoning-parser", "qwen3"]
@@ -143,7 +143,7 @@ def _connector(role: str, kv_folder: Path | None) -> dict[str, object]:
     return {"kv_connector": "ExampleConnector", "kv_role": kv_role, "kv_connector_extra_config": folder}
 
 
-_QUIET = {
+ON_CPU = {
     "VLLM_TARGET_DEVICE": "cpu",  # 0.33 over older extensions has no other mark of a CPU build
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",

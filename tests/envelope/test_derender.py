@@ -40,6 +40,7 @@ def test_the_request_tells_what_the_service_reads_and_neither_messages_nor_media
     assert request == {
         **DECODING, "tools": TOOLS, "tool_choice": "auto", "parallel_tool_calls": True, "include_reasoning": True,
         "chat_template_kwargs": {"enable_thinking": True}, "logprobs": True, "top_logprobs": 2,
+        "return_token_ids": True,
     }  # fmt: skip
 
 
@@ -47,7 +48,7 @@ def test_without_tools_there_is_no_choice_of_them(pure: Any) -> None:
     context = {**CONTEXT, "tools": None, "tool_choice": "none", "history_tool_call_cnt": 0}
     request = pure(request_of, MESSAGES, {**RENDERED, "parse_context": context}, {"messages": []})
     assert request == {"messages": [], **DECODING, "parallel_tool_calls": True, "include_reasoning": True,
-                       "chat_template_kwargs": {"enable_thinking": True}}  # fmt: skip
+                       "chat_template_kwargs": {"enable_thinking": True}, "return_token_ids": True}  # fmt: skip
 
 
 def test_a_responses_client_s_context_is_made_of_its_body(pure: Any) -> None:

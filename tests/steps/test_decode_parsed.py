@@ -161,3 +161,58 @@ async def test_a_generate_client_gets_what_it_asked_the_worker_for(decode: Any, 
     to = going(upstream, parsers, answer("tokens"))
     await decode("tokens").run(ctx, to)
     assert parsers.jobs == [] and to.legs[0].body["sampling_params"] == {"stop": ["###"]}
+
+
+class Spoken:
+    """A stream of text that ends. Implements ``coordinator.context.LiveStream``."""
+
+    headers = (("x-worker", "1"),)
+    first_event = dumps(answer("tokens"))
+
+    def __init__(self, *texts: str) -> None:
+        self.texts = list(texts)
+        self.closed = False
+        self.told: list[Any] = []
+
+    def ended(self, error: Any) -> None:
+        self.told.append(error)
+
+    async def push(self, take: Any) -> bool:
+        for i, text in enumerate(self.texts):
+            finish = "stop" if i == len(self.texts) - 1 else None
+            choice = {"index": 0, "text": text, "token_ids": [5], "finish_reason": finish, "stop_reason": None}
+            take(b"data: " + dumps({"request_id": "g", "choices": [choice]}) + b"\n\n")
+        take(b"data: [DONE]\n\n")
+        return True
+
+    async def aclose(self) -> None:
+        self.closed = True
+
+
+class Going:
+    """An upstream whose one answer is that stream."""
+
+    def __init__(self, parsers: Parsers, live: Spoken) -> None:
+        self.parsers, self.live, self.legs = parsers, live, list[Any]()
+
+    async def stream(self, ctx: Any, leg: Any, *, accept: Any = ()) -> Spoken:
+        self.legs.append(leg)
+        return self.live
+
+
+@pytest.mark.parametrize("api", ["chat", "completions"])
+async def test_a_whole_answer_that_a_stop_string_may_end_is_listened_to_and_hung_up_on(
+    decode: Any, context: Any, api: str
+) -> None:
+    """S29: a worker without a tokenizer would go on to the end of its context."""
+    parsers, live = Parsers(), Spoken("he", "llo")
+    ctx, to = context(api, BODIES[api], rendered=RENDERED), Going(parsers, live)
+    await decode("tokens").run(ctx, to)
+    (leg,) = to.legs
+    assert (leg.body["stream"], leg.body["stream_options"]) == (True, {"include_usage": True})
+    assert live.closed and live.told == [None]
+    listening, *parsing = parsers.jobs
+    assert (listening["context"], listening["decoding"]) == (None, DECODING)
+    assert [(job["context"], job["decoding"]) for job in parsing] == ([(CONTEXT, None)] if api == "chat" else [])
+    assert ctx.answer.body["choices"][0]["text"] == "hello"
+    assert ctx.answer.headers == live.headers and ctx.answer.wrap and not ctx.answer.parsed

@@ -1,0 +1,76 @@
+"""A text-mode stream put together into the whole answer that it would have been.
+
+For a client who wants a whole answer of a worker that has to be listened to while it generates.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from envelope.errors import LegUnreadable
+from envelope.generate import TEXT
+from envelope.passthrough import DONE, error_message
+from envelope.rebuild import reading
+from envelope.sse import Events, data_of
+
+if TYPE_CHECKING:
+    from envelope.json_codec import Json
+
+
+class Collected:
+    """Takes a stream's bytes, cut anywhere; ``reply`` is the whole answer."""
+
+    def __init__(self) -> None:
+        self._events = Events()
+        self._choices: dict[int, Json] = {}
+        self._pieces: dict[int, list[str]] = {}
+        self._head: Json = {}
+        self._usage: Json | None = None
+        self._ended = False
+
+    def feed(self, data: bytes) -> bool:
+        """Take the next bytes; True, as there is always room for more.
+
+        Raises:
+            LegUnreadable: the stream cannot be understood, or tells of a failure.
+        """
+        for event in self._events.feed(data):
+            said = data_of(event)
+            if said == DONE:
+                self._ended = True
+            elif said:
+                with reading("decode"):
+                    self._take(orjson.loads(said))
+        return True
+
+    def reply(self) -> Json:
+        """Return the answer in text mode.
+
+        Raises:
+            LegUnreadable: the end mark, or a choice's finish, never came.
+        """
+        choices = [{**self._choices[i], "text": "".join(self._pieces[i])} for i in sorted(self._choices)]
+        if not self._ended or not choices or any(choice["finish_reason"] is None for choice in choices):
+            raise LegUnreadable("decode", "the worker's stream ended early")
+        return {**self._head, "usage": self._usage, "output_mode": TEXT, "choices": choices}
+
+    def _take(self, chunk: Json) -> None:
+        if error := chunk.get("error"):
+            raise LegUnreadable("decode", f"the worker failed in mid-stream: {error_message(error)}")
+        self._head = self._head or {"request_id": chunk.get("request_id")}
+        self._usage = chunk.get("usage") or self._usage
+        for choice in chunk.get("choices") or ():
+            self._add(choice)
+
+    def _add(self, choice: Json) -> None:
+        index = choice["index"]
+        whole = self._choices.setdefault(index, {**choice, "token_ids": [], "logprobs": None})
+        self._pieces.setdefault(index, []).append(choice["text"])
+        whole["token_ids"] += choice.get("token_ids") or ()
+        scores: Any = (choice.get("logprobs") or {}).get("content")
+        if scores is not None:
+            whole["logprobs"] = {"content": [*(whole["logprobs"] or {"content": []})["content"], *scores]}
+        for name in ("finish_reason", "stop_reason", "weight_versions"):
+            whole[name] = choice.get(name)

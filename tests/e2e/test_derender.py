@@ -1,0 +1,245 @@
+"""Who tells reasoning and tool calls from text makes no difference: worker, coordinator and service say the same.
+
+The worker's own ``/v1/chat/completions`` is the measure, case by case, whole and streamed; the parsers of other
+families are held against the derender service's code on synthetic tokens, chunk by chunk, in one process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import anthropic
+import pytest
+
+from tests.e2e.conftest import ROOT, VLLM_VERSION
+from tests.e2e.conversations import CONVERSATIONS, conversation
+from tests.e2e.servers import MODEL, MODEL_NAME, ON_CPU
+from tests.e2e.test_parity import ASKED, comparable, summed
+from tests.e2e.wire import Metrics, post, wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.e2e.conftest import Coordinator, Workers
+    from tests.e2e.wire import Reply
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.skipif(VLLM_VERSION == "0.32", reason="vLLM 0.32 has no derender"),
+]
+
+PARSERS = {"tokenizer": str(MODEL), "tool_parser": "hermes", "reasoning_parser": "qwen3"}
+MODES: dict[str, dict[str, Any]] = {
+    "coordinator": {"derender": "coordinator", **PARSERS},
+    "coordinator, of tokens": {"derender": "coordinator", "output_mode": "tokens", **PARSERS},
+    "service": {"derender": "service"},
+}
+# Streams are cut into chunks as the engine's clock has it, so it is their sums that are compared. A cut call is no
+# JSON to be summed up; and prompt_logprobs are refused in a stream.
+STREAMED = [case for case in ASKED if case not in ("cut in a tool call", "prompt_logprobs")]
+
+
+@pytest.fixture(params=MODES)
+def front(
+    request: pytest.FixtureRequest, workers: Workers, coordinator: Callable[..., Coordinator], vllm_python: Path
+) -> Coordinator:
+    """A coordinator that decodes with NIXL hand-overs and derenders in each of the ways."""
+    return started(request.param, workers, coordinator, vllm_python)
+
+
+def started(mode: str, workers: Workers, coordinator: Callable[..., Coordinator], python: Path) -> Coordinator:
+    render = {"address": workers.render.url}
+    steps = [
+        {"type": "render", "params": render},
+        {"type": "prefill"},
+        {"type": "decode", "params": MODES[mode]},
+        *([{"type": "derender", "params": render}] if mode == "service" else []),
+    ]
+    pools = {"prefill": {"endpoints": [workers.prefill.url]}, "decode": {"endpoints": [workers.decode.url]}}
+    pipeline = {"kv_connector": "kv-nixl", "use_openai_format": False, "steps": steps}
+    return coordinator({"pools": pools, "pipeline": pipeline}, None if mode == "service" else python)
+
+
+def both(front: Coordinator, workers: Workers, asked: dict[str, Any]) -> list[Reply]:
+    """Return our answer and the worker's own; each request has a salt of its own, so that none finds a warm cache."""
+    urls = (front.url, workers.decode.url)
+    return [post(f"{url}/v1/chat/completions", asked | {"cache_salt": uuid.uuid4().hex}) for url in urls]
+
+
+@pytest.mark.parametrize("case", ASKED)
+def test_a_whole_answer_equals_the_worker_s_own(front: Coordinator, workers: Workers, case: str) -> None:
+    ours, alone = both(front, workers, ASKED[case])
+    assert ours.status == alone.status == 200
+    mine, own = comparable(ours.body), comparable(alone.body)
+    if "stop string" in case:  # one that we have seen: how much of the prompt was cached, the worker tells at its end
+        for answer in (mine, own):
+            answer["usage"].pop("prompt_tokens_details")
+    assert mine == own
+
+
+@pytest.mark.parametrize("case", STREAMED)
+def test_a_stream_adds_up_to_the_worker_s_own(front: Coordinator, workers: Workers, case: str) -> None:
+    ours, alone = both(front, workers, ASKED[case] | {"stream": True, "stream_options": {"include_usage": True}})
+    assert summed(ours.events) == summed(alone.events)
+    counts = [reply.events[-1]["usage"] for reply in (ours, alone)]
+    for usage in counts:
+        usage.pop("prompt_tokens_details", None)
+        usage.pop("completion_tokens_details", None)
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("include", [True, False])
+def test_hidden_reasoning_is_told_by_nothing(front: Coordinator, workers: Workers, include: bool) -> None:
+    """S28: neither by logprobs nor by token ids, of which a parser that hides reasoning shows none."""
+    asked = CONVERSATIONS["reasoning"].body(logprobs=True, return_token_ids=True, include_reasoning=include)
+    for stream in (False, True):
+        ours = both(front, workers, asked | {"stream": stream})[0]
+        thought = summed(ours.events)[0]["reasoning"] if stream else ours.body["choices"][0]["message"]["reasoning"]
+        assert bool(thought) is include
+        choices = [choice for event in ours.events for choice in event["choices"]] if stream else ours.body["choices"]
+        assert any(choice.get("logprobs") for choice in choices) is include
+        assert any(choice.get("token_ids") for choice in choices) is include
+
+
+WEATHER = CONVERSATIONS["tool call after reasoning"]
+
+
+def test_a_responses_stream_has_the_items_of_the_worker_s_own(front: Coordinator, workers: Workers) -> None:
+    tool = {"type": "function", **WEATHER.request["tools"][0]["function"]}
+    asked = {"model": MODEL_NAME, "input": WEATHER.request["messages"], "temperature": 0, "store": False,
+             "stream": True, "tools": [tool], "max_output_tokens": 200,
+             "chat_template_kwargs": {"enable_thinking": True}}  # fmt: skip
+    found = []
+    for url in (front.url, workers.decode.url):
+        frames = post(f"{url}/v1/responses", asked).raw.decode().strip().split("\n\n")
+        events = [json.loads(frame.split("\ndata: ", 1)[1]) for frame in frames]
+        assert [event["sequence_number"] for event in events] == list(range(len(events)))
+        kinds = [event["type"] for event in events]
+        once = [kind for i, kind in enumerate(kinds) if i == 0 or kind != kinds[i - 1]]
+        output = json.loads(json.dumps(events[-1]["response"]["output"]))
+        for item in output:
+            item.pop("id")
+            item.pop("call_id", None)
+        found.append((once, output))
+    assert found[0] == found[1]
+    assert [item["type"] for item in found[0][1]] == ["reasoning", "message", "function_call"]
+
+
+def test_a_messages_stream_has_the_blocks_of_the_worker_s_own(front: Coordinator, workers: Workers) -> None:
+    function = WEATHER.request["tools"][0]["function"]
+    tool = {"name": function["name"], "input_schema": function["parameters"]}
+    said = []
+    for url in (front.url, workers.decode.url):
+        with (
+            anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=60) as sdk,
+            sdk.messages.stream(
+                model=MODEL_NAME, max_tokens=200, messages=WEATHER.request["messages"], tools=[tool],
+                extra_body={"temperature": 0, "chat_template_kwargs": {"enable_thinking": True}},
+            ) as live,
+        ):  # fmt: skip
+            message = live.get_final_message()
+        blocks = [block.model_dump(exclude={"id", "signature"}) for block in message.content]
+        said.append((blocks, message.stop_reason))
+    assert said[0] == said[1]
+    assert [block["type"] for block in said[0][0]] == ["thinking", "text", "tool_use"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_that_only_we_see_stops_the_worker(
+    workers: Workers, coordinator: Callable[..., Coordinator], vllm_python: Path, stream: bool
+) -> None:
+    """S29: the worker would go on to the end of its context, so the leg is closed, which aborts it there."""
+    front = started("coordinator, of tokens", workers, coordinator, vllm_python)
+    asked = conversation("Count to twenty.").body(stop=["12"], ignore_eos=True, max_tokens=3000, stream=stream)
+    made = Metrics(workers.decode.url).total("vllm:generation_tokens_total")
+    ours = post(f"{front.url}/v1/chat/completions", asked)
+    choice = ours.body["choices"][0] if not stream else summed(ours.events)[0]
+    text = choice["content"] if stream else choice["message"]["content"]
+    assert text.strip().endswith("11,")
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "12")
+    wait_until(lambda: not Metrics(workers.decode.url).running, 30, "the worker has nothing to do")
+    assert Metrics(workers.decode.url).total("vllm:generation_tokens_total") - made < 2000
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_completion_of_tokens_equals_the_worker_s_own(
+    workers: Workers, coordinator: Callable[..., Coordinator], vllm_python: Path, stream: bool
+) -> None:
+    """Nothing is parsed there: tokens become text, with logprobs, and stop strings are cut off."""
+    front = started("coordinator, of tokens", workers, coordinator, vllm_python)
+    prompt = "<|im_start|>user\nCount to twenty.<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    asked = {"model": MODEL_NAME, "prompt": prompt, "temperature": 0, "max_tokens": 30, "logprobs": 1, "stop": ["9"]}
+    texts = []
+    for url in (front.url, workers.decode.url):
+        reply = post(f"{url}/v1/completions", asked | {"stream": stream})
+        choices = [e["choices"][0] for e in reply.events if e["choices"]] if stream else reply.body["choices"]
+        scores = [score for choice in choices if choice["logprobs"] for score in choice["logprobs"]["token_logprobs"]]
+        tokens = [token for choice in choices if choice["logprobs"] for token in choice["logprobs"]["tokens"]]
+        text, last = "".join(choice["text"] for choice in choices), choices[-1]
+        texts.append((text, tokens, last["finish_reason"], last["stop_reason"]))
+        assert len(scores) == len(tokens)
+    assert texts[0] == texts[1]
+
+
+# --- parsers of other families -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def matrix(vllm_python: Path) -> dict[str, Any]:
+    """Both sides of every family, option and chunking, from one process that has vLLM."""
+    script = Path(__file__).with_name("parser_matrix.py")
+    env = os.environ | ON_CPU | {"PYTHONPATH": str(ROOT), "VLLM_LOGGING_LEVEL": "CRITICAL"}
+    done = subprocess.run(
+        [str(vllm_python), str(script), str(MODEL)], env=env, capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize("family", ["hermes", "llama3_json", "pythonic", "deepseek", "granite", "granite4"])
+def test_every_delta_of_a_family_is_the_derender_service_s(matrix: dict[str, Any], family: str) -> None:
+    """At one token, three tokens and all of them in a chunk, from text and from tokens, and whole."""
+    differ = {
+        (case, how): sides
+        for case, ways in matrix[family].items()
+        for how, sides in ways.items()
+        if any(side != sides[-1] for side in sides)
+    }
+    assert differ == {}
+    assert len(matrix[family]) == 9 and all(len(ways) == 7 for ways in matrix[family].values())
+
+
+@pytest.mark.parametrize("family", ["hermes", "llama3_json", "pythonic", "deepseek", "granite4"])
+def test_what_a_family_says_token_by_token_is_what_was_put_in(matrix: dict[str, Any], family: str) -> None:
+    """So that two sides that both find nothing are not taken for equal."""
+    deltas = [step[0] for step in matrix[family]["auto"]["text by 1"][0] if step]
+    calls: dict[int, list[str]] = {}
+    for call in (call for delta in deltas for call in delta.get("tool_calls") or ()):
+        name, arguments = calls.setdefault(call["index"], ["", ""])
+        function = call.get("function") or {}
+        calls[call["index"]] = [name + (function.get("name") or ""), arguments + (function.get("arguments") or "")]
+    assert [(name, json.loads(arguments)) for name, arguments in calls.values()] == [
+        ("get_weather", {"city": "Rome", "days": 2}), ("get_time", {"city": "Oslo"})]  # fmt: skip
+    reasoning = "".join(delta.get("reasoning") or "" for delta in deltas)
+    assert reasoning.strip() == ("hm" if family in ("hermes", "deepseek") else "")
+
+
+def test_a_parser_that_there_is_not_is_named_at_the_start(tmp_path: Path, vllm_python: Path) -> None:
+    file = tmp_path / "pd.yaml"
+    params = {**MODES["coordinator"], "tool_parser": "hermez"}
+    steps = [{"type": "render", "params": {"address": "http://127.0.0.1:9"}}, {"type": "decode", "params": params}]
+    pipeline = {"use_openai_format": False, "steps": steps}
+    pools = {"decode": {"endpoints": ["http://127.0.0.1:9"]}}
+    file.write_text(json.dumps({"server": {"listen_addr": "127.0.0.1:0"}, "pools": pools, "pipeline": pipeline}))
+    done = subprocess.run(
+        [str(vllm_python), "-m", "coordinator", "serve", "--config", str(file)],
+        env=os.environ | ON_CPU | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert f"{file}: pipeline.steps[1].params.tool_parser: vLLM has no 'hermez', did you mean hermes?" in done.stderr
