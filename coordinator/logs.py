@@ -112,7 +112,8 @@ def _shown(value: Any) -> str:
     """Return a value for people; legs as ``{prefill: 0.12 ok 10.0.0.1:8000, ..}``."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key}: {_values(item)}" for key, item in value.items()) + "}"
-    return str(value)
+    text = str(value)
+    return text if text.isprintable() else ascii(text)[1:-1]  # a line stays one line, and can be written
 
 
 def _values(item: Any) -> str:

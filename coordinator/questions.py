@@ -62,7 +62,7 @@ class Questions:
             try:
                 async with asyncio.timeout(_LISTED_S):
                     return await _get(worker, "/v1/models", link.tls)
-            except (Broken, ConnectFailed, TimeoutError):
+            except (Broken, ConnectFailed, TimeoutError, OSError):
                 continue
         return None
 

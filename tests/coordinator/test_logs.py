@@ -132,6 +132,12 @@ def test_its_clock_goes_on_with_the_second() -> None:
     ]
 
 
+def test_a_line_for_people_stays_one_line_and_can_be_written_whatever_is_in_it() -> None:
+    line = written({"error": "a\r\nb\u2028\ud800"}, human=True)
+    assert line.endswith("error=a\\r\\nb\\u2028\\ud800\n")
+    assert len(line.splitlines()) == 1
+
+
 CALL = {"worker": "p:1", "seconds": 0.1, "outcome": "LegBusy"}
 
 
