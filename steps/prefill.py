@@ -86,12 +86,13 @@ class Prefill:
             return "skipped"
         fmt = leg_format(ctx.api, self._openai)
         try:
-            return self._keep(ctx, await self._ask(ctx, upstream, fmt))
+            reply = await self._ask(ctx, upstream, fmt)
         except LegError as error:
             if self._settings.on_prefill_failure != "decode_alone" or isinstance(error, LegRejected):
                 raise
             self._settings.events.prefill_failed_over(type(error).__name__)
             return "failed_over"
+        return self._keep(ctx, reply)
 
     def plan(self, api: Format) -> PlanRow:
         fmt = leg_format(api, self._openai)

@@ -82,8 +82,8 @@ def _probed(cell: Cell) -> Expected | None:
 
 
 def _goes_on_alone(cell: Cell, effect: Effect) -> bool:
-    if effect.kind == "nothing" and cell.setup.on_missing_handover == "decode_alone":
-        return True
+    if effect.kind == "nothing":
+        return cell.setup.on_missing_handover == "decode_alone"
     return effect.kind != "rejected" and cell.setup.on_prefill_failure == "decode_alone"
 
 

@@ -252,14 +252,14 @@ async def test_decode_never_takes_over_the_client_s_own_mistake(
         await prefill(on_prefill_failure="decode_alone").run(context("chat", CHAT), upstream(error))
 
 
-async def test_a_missing_hand_over_is_a_failure_that_decode_may_take_over_too(
+async def test_a_missing_hand_over_has_a_policy_of_its_own(
     prefill: Any, context: Any, upstream: Any, counted: Any
 ) -> None:
+    """A worker that answers and leaves nothing is set up wrongly; one that fails is another matter."""
     answer = {**ANSWER, "kv_transfer_params": None}
-    assert (
-        await prefill(on_prefill_failure="decode_alone").run(context("chat", CHAT), upstream(answer)) == "failed_over"
-    )
-    assert counted.all == [("handover_missing", "absent", "fail"), ("prefill_failed_over", "LegFailed")]
+    with pytest.raises(LegFailed):
+        await prefill(on_prefill_failure="decode_alone").run(context("chat", CHAT), upstream(answer))
+    assert counted.all == [("handover_missing", "absent", "fail")]
 
 
 # Media: what an encode worker has, prefill is told where to fetch, and is not sent again.
