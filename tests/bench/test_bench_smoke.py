@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from bench import peers, report
+from bench import peers, report, routing
 from bench.fake_worker import number, output_mode
 from bench.peers import CONFIGS, Missing, Proxy
 from bench.scenarios import COORDINATOR, FULL, SMOKE
@@ -96,6 +96,13 @@ def test_proxies_are_compared_within_a_round() -> None:
     records += [_record("nginx", 1, 10.0), _record("nginx", 2, 99.0)]
     found = report.Found(report.TABLES[0], records)
     assert found.ratios("nginx", "coordinator") == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("case", routing.cases(8), ids=str)
+def test_the_cost_of_each_policy_can_be_measured(case: routing.Case) -> None:
+    router = routing.made(case)
+    assert router.name == case.policy and len(router.known()) == 8
+    assert routing.microseconds(case, choices=120, in_flight=20) > 0
 
 
 def test_a_load_that_failed_is_in_no_table_and_is_told() -> None:
