@@ -19,5 +19,6 @@ What an operator sees of it comes from ``attempt`` (one call of one worker) and 
 ``config`` is one YAML file as pydantic models, ``registry`` turns its steps into objects, and ``app`` wires it all to a
 ``plan``, which requests are answered by. ``serve`` is the process, ``reload`` puts another plan in place,
 ``supervisor`` runs several of them, ``cli`` is the command line, ``rendering`` does what a render service does where a
-file says so, and ``sim`` is the simulated workers of ``demo`` and of the tests.
+file says so, ``derender`` has vLLM's parsers in processes of their own, and ``sim`` is the simulated workers of
+``demo`` and of the tests.
 """

@@ -136,21 +136,39 @@ class ParserPool:
     async def _begun(self) -> ParserProcess:
         process = ParserProcess(self.engine, self.settings.engine(), self.settings.silence_s)
         self._processes.append(process)
-        await process.start()
+        try:
+            await process.start()
+        except OSError:
+            await self._drop(process)
+            raise
         return process
 
     async def _keep(self, process: ParserProcess) -> None:
         """Put another in the place of a process that ends, for ever; the owner cancels."""
-        failed = 0
         while True:
             await process.gone
-            await process.stop()
-            self._processes.remove(process)
+            await self._drop(process)
+            process = await self._again()
+
+    async def _again(self) -> ParserProcess:
+        """Start a process in the place of one that has ended, as often as it takes."""
+        failed = 0
+        while True:
             wait_s = _BACK_OFF_S[min(failed, len(_BACK_OFF_S) - 1)]
             log.error("a parser process ended, and is started again in %g s", wait_s)
             await asyncio.sleep(wait_s)
-            process = await self._begun()
-            why = await process.ready
-            failed = failed + 1 if why is not None else 0
-            if why is not None:
-                log.error("a parser process cannot be used: %s", why)
+            try:
+                process = await self._begun()
+            except OSError as error:
+                why: str | None = error.strerror or str(error)
+            else:
+                why = await process.ready
+                if why is None:
+                    return process
+                await self._drop(process)
+            log.error("a parser process cannot be used: %s", why)
+            failed += 1
+
+    async def _drop(self, process: ParserProcess) -> None:
+        await process.stop()  # before it is forgotten: given up halfway, release() does it again
+        self._processes.remove(process)

@@ -118,7 +118,7 @@ class ParserProcess(asyncio.Protocol):
     async def stop(self) -> None:
         """End the process, and wait for its end."""
         if self._starting is not None:
-            await asyncio.wait((self._starting,))
+            await asyncio.wait((self._starting,))  # how it went was told to whoever started it
         if self._transport is not None:
             self._transport.close()
         if self._child is not None:

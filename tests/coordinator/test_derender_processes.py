@@ -16,6 +16,7 @@ import pytest
 from coordinator.derender import pool as pools
 from coordinator.derender.held import HeldParsers, ParserPools
 from coordinator.derender.pool import VLLM, ParserPool, ParserSettings, Unusable
+from coordinator.derender.process import ParserProcess
 from coordinator.problems import ConfigError
 from envelope.errors import BadRequest, LegFailed, NoWorker
 from envelope.json_codec import dumps
@@ -186,6 +187,28 @@ async def test_a_process_that_dies_fails_who_is_with_it_and_another_takes_its_pl
                 pool.open({})
             await asyncio.sleep(0.01)
     assert (await pool.whole({}, {"text": "a"}))["text"] == "A"
+
+
+async def test_a_process_that_cannot_be_started_again_is_tried_until_it_can(
+    started: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pools, "_BACK_OFF_S", (0.0,))
+    pool, real, refused = await started(), ParserProcess.start, 0
+
+    async def start(process: ParserProcess) -> None:
+        nonlocal refused
+        refused += 1
+        if refused < 3:
+            raise OSError(12, "Cannot allocate memory")
+        await real(process)
+
+    monkeypatch.setattr(ParserProcess, "start", start)
+    with pytest.raises(LegFailed):
+        await pool.whole({}, {"text": "die"})
+    async with asyncio.timeout(WAIT_S):
+        while pool.problems():
+            await asyncio.sleep(0.01)
+    assert refused == 3 and len(pool._processes) == 1
 
 
 async def test_a_process_that_hangs_is_ended(started: Any) -> None:
