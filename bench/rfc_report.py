@@ -8,9 +8,10 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from bench.rfc_cells import COUPLED, INLINE, LEFT_OUT, MODES, SERVICE, SIMULATED_ITL_S, TEXT, TEXT_HERE
+from bench.rfc_cells import COUPLED, INLINE, KEPT, LEFT_OUT, MODES, SERVICE, SIMULATED_ITL_S, TEXT, TEXT_HERE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -52,7 +53,7 @@ def _head(results: dict[str, Any]) -> Iterator[str]:
         f"{machine['load_before']:.1f}." + (f" It ended early: {stopped}." if stopped else "")
     )
     if machine["load_before"] > 0.5:
-        yield "The machine was not quiet: compare rows of one table, and no times with those of another run."
+        yield "The machine was not quiet, so trust the CPU times, and run it again before you use times on the clock."
     yield "\nFirst token: from the request's last byte to the first content that the client reads; parsers show nothing"
     yield "of `<think>` itself, so parsed streams begin a few tokens later. Per output token: from the first content to"
     yield "the last, over the number of tokens less one. CPU time is that of whole processes; that of parsers in"
@@ -78,11 +79,10 @@ def _tables(records: Sequence[Record], drawn: Sequence[str]) -> Iterator[str]:
     if beside:
         yield "\n## `tokens` requests on the same pod\n"
         yield "Streams in tokens mode from the decode worker itself, and as many chat clients of one way beside them.\n"
-        yield "| beside | first token, ms: p50 | p99 | per output token, ms: p50 | p99 |"
-        yield "| :-- | --: | --: | --: | --: |"
+        yield "| beside | first token, ms: p50 | p99 | per output token, ms: p50 | p99 | whole answer, ms: p50 | p99 |"
+        yield "| :-- | --: | --: | --: | --: | --: | --: |"
         for record in beside:
-            cells = [_shown(record, "ttft_ms", at) for at in ("p50", "p99")]
-            cells += [_shown(record, "tpot_ms", at) for at in ("p50", "p99")]
+            cells = [_shown(record, name, at) for name in ("ttft_ms", "tpot_ms", "whole_ms") for at in ("p50", "p99")]
             yield f"| {record['tokens_beside']} | {' | '.join(cells)} |"
 
 
@@ -115,15 +115,16 @@ def _shows(records: Sequence[Record]) -> Iterator[str]:
         rows = {(r["mode"], r["clients"], r["length"]): r for r in records if r.get("site") == site and "mode" in r}
         lines = [line for mode in ORDER if mode != COUPLED for line in _against(rows, mode)]
         if lines:
-            yield f"{title}, each against the chat route with as many clients and tokens:\n"
+            yield f"{title}, each against the chat route with as many clients and tokens, median (range) of rows:\n"
             yield from lines
             yield ""
+        yield from _by_length(rows)
         yield from _render_saved(rows)
     alone = next((r for r in records if r.get("tokens_beside") == "nothing"), None)
     for record in (r for r in records if r.get("tokens_beside") not in (None, "nothing")):
-        if alone is not None and (ratio := _ratio(record, alone, "tpot_ms")) is not None:
+        if alone is not None and (ratio := _ratio(record, alone, "whole_ms")) is not None:
             beside = record["tokens_beside"]
-            yield f"- A `tokens` stream takes {ratio:.2f} times as long per token beside clients of {beside}."
+            yield f"- A whole `tokens` stream takes {ratio:.2f} times as long beside clients of {beside}."
 
 
 def _against(rows: dict[tuple[str, int, int], Record], mode: str) -> Iterator[str]:
@@ -143,8 +144,21 @@ def _against(rows: dict[tuple[str, int, int], Record], mode: str) -> Iterator[st
     if cpu:
         told.append(f"{_range(cpu)} times the coordinator's CPU time")
     cut = sum(ours.get("cut") or 0 for ours, _ in pairs)
-    unfinished = f"; {cut} answers were not done in time" if cut else ""
+    unfinished = f"; answers that were not done in time: {cut}" if cut else ""
     yield f"- **{mode}**: {', '.join(told)}{unfinished}."
+
+
+def _by_length(rows: dict[tuple[str, int, int], Record]) -> Iterator[str]:
+    """Say how the price of a parsed token goes with an answer's length, for one client."""
+    kinds = ((SERVICE, "service", "The derender service"), (KEPT, "parsers", "The coordinator's parsers"))
+    for mode, of, words in kinds:
+        told = [
+            f"{row['cpu_us'][of]:,.0f} µs at {length:,}" + (f" (cut at {row['tokens']:,})" if row.get("cut") else "")
+            for (name, clients, length), row in sorted(rows.items(), key=lambda item: item[0][2])
+            if name == mode and clients == 1 and of in (row.get("cpu_us") or {})
+        ]
+        if len(told) > 1:
+            yield f"{words}, CPU time per token by the answer's length, one client: {', '.join(told)}.\n"
 
 
 def _our_cpu(record: Record) -> float:
@@ -154,15 +168,18 @@ def _our_cpu(record: Record) -> float:
 
 
 def _render_saved(rows: dict[tuple[str, int, int], Record]) -> Iterator[str]:
-    keys = [key[1:] for key in rows if key[0] == TEXT_HERE and (TEXT, *key[1:]) in rows]
+    keys = [key[1:] for key in rows if key[0] == TEXT_HERE and key[1] == 1 and (TEXT, *key[1:]) in rows]
     saved = [
         rows[TEXT, *key]["ttft_ms"]["p50"] - rows[TEXT_HERE, *key]["ttft_ms"]["p50"]
         for key in sorted(keys)
         if rows[TEXT, *key].get("ttft_ms") and rows[TEXT_HERE, *key].get("ttft_ms")
     ]
     if saved:
-        at = [f"{ms:.1f} ms with {clients} clients" for ms, (clients, _) in zip(saved, sorted(keys), strict=False)]
-        yield f"Rendering in the coordinator brings the first token sooner by {', '.join(at)}, at p50.\n"
+        low, mid, high = min(saved), median(saved), max(saved)
+        yield (
+            f"Rendering in the coordinator brings the first token of one client sooner by {mid:.1f} ms "
+            f"({low:.1f} to {high:.1f}), median of the rows' p50.\n"
+        )
 
 
 def _ratio(ours: Record, theirs: Record, name: str) -> float | None:
@@ -171,8 +188,8 @@ def _ratio(ours: Record, theirs: Record, name: str) -> float | None:
 
 
 def _range(values: Sequence[float]) -> str:
-    low, high = min(values), max(values)
-    return f"{low:.2f}" if f"{low:.2f}" == f"{high:.2f}" else f"{low:.2f} to {high:.2f}"
+    low, mid, high = (f"{value:.2f}" for value in (min(values), median(values), max(values)))
+    return mid if low == high else f"{mid} ({low} to {high})"
 
 
 def _tail(results: dict[str, Any]) -> Iterator[str]:
@@ -226,6 +243,9 @@ def _draw(axis: Any, records: Sequence[Record], name: str, words: str, title: st
         points = sorted((record["clients"], record[name][at]) for record in mine)
         axis.plot([x for x, _ in points], [y for _, y in points], marker="o", label=mode)
     axis.set(title=title, xlabel="clients", ylabel=words, xscale="log", yscale="log")
+    counts = sorted({record["clients"] for record in records})
+    axis.set_xticks(counts, labels=[str(count) for count in counts], minor=False)
+    axis.set_xticks([], minor=True)
 
 
 def main() -> None:

@@ -89,15 +89,20 @@ def record(mode: str, ttft: float, tpot: float, cpu: float, **more: Any) -> dict
 
 def test_what_it_shows_is_told_from_the_numbers_also_where_we_lose() -> None:
     records = [record(COUPLED, 10, 5, 50), record(TEXT, 20, 10, 100), record(TEXT_HERE, 12, 5, 100),
+               record(TEXT, 20, 10, 100, clients=1), record(TEXT_HERE, 12, 5, 100, clients=1),
                record(INLINE, 90, 0.01, 50), record(SERVICE, 10, 50, 100, cut=3),
-               {"tokens_beside": "nothing", "tpot_ms": {"p50": 2.0}},
-               {"tokens_beside": COUPLED, "tpot_ms": {"p50": 3.0}}]  # fmt: skip
+               {"tokens_beside": "nothing", "whole_ms": {"p50": 2.0}},
+               {"tokens_beside": COUPLED, "whole_ms": {"p50": 3.0}}]  # fmt: skip
+    for length, us in (64, 2000.0), (512, 8000.0):
+        alone = record(SERVICE, 10, 50, 100, clients=1, length=length, tokens=length)
+        records.append({**alone, "cpu_us": {"coordinator": 100.0, "service": us}})
     text = "\n".join(rfc_report._shows(records))
     for sentence in (
         "**text**: first token 2.00 times as late, each further token 2.00 times as long, 2.00 times the coordinator's",
         "**derender inline**: first token 9.00 times as late, 1.00 times the coordinator's CPU time.",
-        "3 answers were not done in time",
-        "Rendering in the coordinator brings the first token sooner by 8.0 ms with 8 clients",
-        "A `tokens` stream takes 1.50 times as long per token beside clients of chat route.",
+        "; answers that were not done in time: 3.",
+        "Rendering in the coordinator brings the first token of one client sooner by 8.0 ms (8.0 to 8.0)",
+        "A whole `tokens` stream takes 1.50 times as long beside clients of chat route.",
+        "The derender service, CPU time per token by the answer's length, one client: 2,000 µs at 64, 8,000 µs at 512.",
     ):
         assert sentence in text
