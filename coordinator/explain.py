@@ -99,7 +99,7 @@ class _Scribe:
         self.parsers = _NoParsers()
         self._chosen: Worker | None = None
 
-    def choose(self, ctx: RequestContext, role: str) -> Worker:
+    def choose(self, ctx: RequestContext, role: str, needs: str = "") -> Worker:
         self._chosen = self._links[role].router.pick(ctx)
         if self._chosen is None:
             raise NoWorker(role, f"there is no {role} worker")

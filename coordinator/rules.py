@@ -361,6 +361,10 @@ def steps_suit_the_fleet(layout: Layout) -> Iterator[Fault]:
                 path = placed.path("params", "use_openai_format") if own else ("pipeline", "use_openai_format")
                 yield path, f"the workers behind {kind.name} have no route for token ids, write true"
         if not kind.decodes_alone:
+            for name in ("min_uncached_tokens", "min_output_tokens"):
+                if placed.param(name):
+                    why = f"a decode worker behind {kind.name} computes no prompts"
+                    yield placed.path("params", name), f"{why}, take it out"
             for name in ("on_prefill_failure", "on_missing_handover"):
                 if getattr(layout.config.pipeline, name) == "decode_alone":
                     yield ("pipeline", name), f"a decode worker behind {kind.name} computes no prompts, write fail"

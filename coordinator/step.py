@@ -205,8 +205,11 @@ class Upstream(Protocol):
     def bootstrap(self) -> Bootstrap:
         """The way to bootstrap servers."""
 
-    def choose(self, ctx: RequestContext, role: str) -> Peer:
+    def choose(self, ctx: RequestContext, role: str, needs: str = "") -> Peer:
         """Return the worker that a leg is to go to, for those who must know it before they send one.
+
+        Args:
+            needs: as the leg's own.
 
         Raises:
             NoWorker, and what ``serves`` raises.

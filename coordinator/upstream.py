@@ -106,9 +106,9 @@ class HttpUpstream:
     def serves(self, ctx: RequestContext, role: str) -> bool:
         return self.links[role].router.serves(ctx)
 
-    def choose(self, ctx: RequestContext, role: str) -> Worker:
+    def choose(self, ctx: RequestContext, role: str, needs: str = "") -> Worker:
         router = self.links[role].router
-        if worker := router.pick(ctx, ctx.failed) or router.pick(ctx):
+        if worker := router.pick(ctx, ctx.failed, needs) or router.pick(ctx, (), needs):
             return worker
         raise NoWorker(role, f"there is no {role} worker", headers={"Retry-After": "1"})
 

@@ -109,7 +109,7 @@ class PrefillDecode:
         Raises:
             ApiError: of the leg that failed first.
         """
-        worker = upstream.choose(ctx, self._prefill.role)
+        worker = upstream.choose(ctx, self._prefill.role, self._prefill.plan(ctx.api).path or "")
         pair, headers = await self._tie(ctx, upstream, worker)
         if not self._kv.own_body:
             ctx.handover, ctx.handover_at = pair.decode, self._settings.clock()

@@ -68,8 +68,8 @@ class Tied:
     def uncached_tokens(self, ctx: RequestContext, role: str) -> int | None:
         return None  # settled for both legs, before either began
 
-    def choose(self, ctx: RequestContext, role: str) -> Peer:
-        return self._upstream.choose(ctx, role)
+    def choose(self, ctx: RequestContext, role: str, needs: str = "") -> Peer:
+        return self._upstream.choose(ctx, role, needs)
 
     async def post_json(self, ctx: RequestContext, leg: Leg, *, accept: tuple[int, ...] = ()) -> Reply:
         try:

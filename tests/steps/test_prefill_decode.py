@@ -65,7 +65,8 @@ class Workers:
     def serves(self, ctx: RequestContext, role: str) -> bool:
         return self._serves
 
-    def choose(self, ctx: RequestContext, role: str) -> Peer:
+    def choose(self, ctx: RequestContext, role: str, needs: str = "") -> Peer:
+        self.needs = needs
         return next(peer for peer in (*self.peers, self.peers[0]) if peer not in ctx.failed)
 
     async def post_json(self, ctx: RequestContext, leg: Leg, *, accept: tuple[int, ...] = ()) -> Any:
@@ -212,6 +213,7 @@ async def test_prefill_s_host_is_where_its_bootstrap_server_is(
 async def test_prefill_goes_to_the_worker_that_decode_is_told_of(pair: Any, run: Any, workers: Workers) -> None:
     await run(pair())
     assert workers.leg("prefill").to is workers.peers[0]
+    assert workers.needs == workers.leg("prefill").needs == "/v1/chat/completions"
     assert workers.leg("decode").to is None
     assert all(leg.tied for leg in workers.legs)
 
