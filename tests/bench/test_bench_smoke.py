@@ -98,7 +98,7 @@ def test_proxies_are_compared_within_a_round() -> None:
     assert found.ratios("nginx", "coordinator") == [0.5, 0.5]
 
 
-@pytest.mark.parametrize("case", routing.cases(8), ids=str)
+@pytest.mark.parametrize("case", list(routing.cases(8)), ids=str)
 def test_the_cost_of_each_policy_can_be_measured(case: routing.Case) -> None:
     router = routing.made(case)
     assert router.name == case.policy and len(router.known()) == 8
