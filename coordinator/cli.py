@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
 
     from coordinator.config import Config
+    from coordinator.serve import Steering
     from coordinator.step import Step
 
 FAILED, WRONG, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141
@@ -72,13 +73,17 @@ def _main(argv: Sequence[str] | None) -> int:
         args = _parser().parse_args(argv)
         return args.run(args)  # type: ignore[no-any-return]
     except ConfigError as error:
-        for problem in error.problems:
-            print(problem, file=sys.stderr)
-        return WRONG
+        return _wrong(error)
     except KeyboardInterrupt:
         return INTERRUPTED
     finally:
         print(end="", flush=True)  # a pipe that is closed is told of here
+
+
+def _wrong(error: ConfigError) -> int:
+    for problem in error.problems:
+        print(problem, file=sys.stderr)
+    return WRONG
 
 
 def run(main_coroutine: Coroutine[Any, Any, int | None]) -> int:
@@ -96,27 +101,40 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
 
 
 def _serve(args: argparse.Namespace) -> int:
-    from coordinator.serve import Alone, serve
-
     config = _load(args)
     set_up(LEVELS[config.log_level], config.log_format)
-    try:
-        if config.server.workers > 1:
-            return _supervise(config, args.config)
-        return run(serve(config, args.config, Alone(args.config)))
-    except OSError as error:  # the port is taken, or not ours to bind
-        told = error.strerror or str(error)
-        key = "metrics_port" if f", {config.server.metrics_port})" in told else "listen_addr"
-        print(f"{args.config}: server.{key}: {told}", file=sys.stderr)
-        return FAILED
+    if config.server.workers == 1:
+        from coordinator.serve import Alone
 
-
-def _supervise(config: Config, path: str) -> int:
+        return _served(config, args.config, Alone(args.config))
     from coordinator.member import Member
-    from coordinator.serve import serve
     from coordinator.supervisor import Supervisor
 
-    return Supervisor(config, path, lambda share, end: run(serve(share, path, Member(end)))).run()
+    supervisor = Supervisor(config, args.config, lambda share, end: _served(share, args.config, Member(end)))
+    try:
+        return supervisor.run()
+    except OSError as error:
+        return _port_refused(config, args.config, error)
+
+
+def _served(config: Config, path: str, steering: Steering) -> int:
+    """Serve in this process; what is wrong is told in sentences."""
+    from coordinator.serve import serve
+
+    try:
+        return run(serve(config, path, steering))
+    except OSError as error:
+        return _port_refused(config, path, error)
+    except ConfigError as error:
+        return _wrong(error)
+
+
+def _port_refused(config: Config, path: str, error: OSError) -> int:
+    """Tell of a port that is taken, or not ours to bind."""
+    told = error.strerror or str(error)
+    key = "metrics_port" if f", {config.server.metrics_port})" in told else "listen_addr"
+    print(f"{path}: server.{key}: {told}", file=sys.stderr)
+    return FAILED
 
 
 def _check(args: argparse.Namespace) -> int:

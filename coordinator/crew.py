@@ -30,6 +30,7 @@ class Process:
         began: when it was started, monotonic seconds.
         told: what it said of itself when it was asked the last time, by subject.
         addresses: where it listens; empty until it does.
+        reloaded: what was wrong with the file that it was to apply, nothing if that went well; None is no word yet.
         asks: the subjects of which it waits to hear what all processes say.
         telling: the subject of which it has been asked, and has not said.
         silent: its end is closed, so it is about to be over.
@@ -41,6 +42,7 @@ class Process:
     began: float
     told: dict[str, Any] = field(default_factory=dict)
     addresses: Sequence[str] = ()
+    reloaded: list[str] | None = None
     asks: set[str] = field(default_factory=set)
     telling: str | None = None
     silent: bool = False
@@ -88,6 +90,8 @@ class Crew:
                 process.told[subject] = told
                 if process.telling == subject:
                     process.telling = None
+            case "reloaded", problems:
+                process.reloaded = problems
             case "all", subject:
                 process.asks.add(subject)
             case "listening", addresses:

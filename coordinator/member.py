@@ -110,15 +110,10 @@ class Member:
                 waiting.remove(asking)
 
     async def _apply(self) -> None:
-        """Apply what the supervisor has found good; it takes a while, in which other words are heeded."""
+        """Apply what the supervisor has read, and say how that went; meanwhile other words are heeded."""
         while True:
-            config = await self._configs.get()
-            try:
-                await self._reloader.apply(config)
-                self._reloader.problems = []
-            except Exception:  # whatever it is, a new process is the way out
-                log.exception("the configuration was not reloaded here; this process ends, and another is started")
-                self._drain()
+            problems = await self._reloader.attempt(await self._configs.get())
+            await self._channel.send("reloaded", problems)
 
     def _drain(self) -> None:
         if not self._drains:

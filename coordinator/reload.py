@@ -31,6 +31,8 @@ AT_START = (
     *("secure_serving", "cert_path", "tls_min_version", "tls_cipher_suites", "metrics_cert_dir"),
 )
 
+FAULT = "a fault of the coordinator; its log has the details"
+
 # A worker that does not answer is waited for so long (``health``), and a little longer.
 _ASKED_WITHIN_S = 5.0
 _LOOK_EVERY_S = 5.0
@@ -78,36 +80,49 @@ class Reloader:
 
     async def reload(self) -> str:
         """Read the file and apply it; return what became of it: ``applied``, ``unchanged`` or ``refused``."""
-        try:
-            config = await asyncio.to_thread(self._read)
-            result = await self.apply(config)
-            self.problems = []
-        except ConfigError as error:
-            self.problems, result = error.problems, "refused"
-            for problem in error.problems:
-                log.error("the configuration was not reloaded, and what ran before goes on: %s", problem)
-        except Exception:  # whatever is wrong with a new file, or with us: those who are served are not to pay for it
-            log.exception("the configuration was not reloaded by a fault of the coordinator; what ran before goes on")
-            self.problems, result = ["a fault of the coordinator; its log has the details"], "refused"
+        result = await self._reload()
         self._app[METRICS].config_reloads.labels(result).inc()
         return result
 
-    async def apply(self, config: Config) -> str:
+    async def _reload(self) -> str:
+        try:
+            config = await asyncio.to_thread(self._read)
+        except ConfigError as error:
+            self.problems = error.problems
+        else:
+            if config == self._app[FRONT].plan.config:
+                log.info("the configuration has not changed")
+                self.problems = []
+                return "unchanged"
+            await self.attempt(config)
+        for problem in self.problems:
+            log.error("the configuration was not reloaded, and what ran before goes on: %s", problem)
+        return "refused" if self.problems else "applied"
+
+    async def attempt(self, config: Config) -> list[str]:
+        """Put a configuration in place; return why not, or nothing, if it is."""
+        try:
+            await self._apply(config)
+            self.problems = []
+        except ConfigError as error:
+            self.problems = error.problems
+        except Exception:  # whatever is wrong with a new file, or with us: those who are served are not to pay for it
+            log.exception("applying the configuration failed by a fault of the coordinator")
+            self.problems = [FAULT]
+        return self.problems
+
+    async def _apply(self, config: Config) -> None:
         """
         Raises:
             ConfigError: it cannot be applied; nothing has been changed.
         """
         before = self._app[FRONT].plan
-        if config == before.config:
-            log.info("the configuration has not changed")
-            return "unchanged"
         check(before.config, config)
         new = self._app[PLAN_OF](config, Credentials(os.environ, config.sources), before)
         await self._app[PLANS].replace(new, _ASKED_WITHIN_S)
         if (config.log_level, config.log_format) != (before.config.log_level, before.config.log_format):
             set_up(LEVELS[config.log_level], config.log_format)
         log.info("the configuration was reloaded", extra={"fields": {"in_flight_on_the_old_one": before.in_use}})
-        return "applied"
 
 
 class FileWatch:

@@ -22,12 +22,11 @@ from typing import TYPE_CHECKING
 
 from coordinator.app import build
 from coordinator.channel import COUNTS, Line
-from coordinator.config import load
 from coordinator.crew import Crew, Process
-from coordinator.logs import LEVELS, log, set_up
+from coordinator.logs import log
 from coordinator.ports import reserve
-from coordinator.problems import ConfigError
-from coordinator.reload import FileWatch, check
+from coordinator.reload import FileWatch
+from coordinator.rollout import Rollout
 from coordinator.shares import share
 
 if TYPE_CHECKING:
@@ -62,11 +61,10 @@ class Supervisor:
 
     def __init__(self, config: Config, path: str, serve: Callable[[Config, socket.socket], int]) -> None:
         build(config)  # what cannot be opened is told here, once
-        self._config = config
-        self._path = path
         self._serve = serve
         self._file = FileWatch(path)
         self._crew = Crew()
+        self._rollout = Rollout(self._crew, config, path, self._share)
         self._vacancies: list[_Vacancy] = []
         self._delays_s = [0.0] * config.server.workers
         self._came: list[int] = []
@@ -81,7 +79,7 @@ class Supervisor:
         Raises:
             OSError: a port is taken, or not ours to bind.
         """
-        server = self._config.server
+        server = self._rollout.config.server
         with reserve(server.listen_addr, server.metrics_port) as (port, self._held):
             self._listen_addr = replace(server.listen_addr, port=port)
             self._watch_signals()
@@ -108,6 +106,7 @@ class Supervisor:
             self._heed(self._came.pop(0))
         for process in list(self._crew.processes):
             self._reap(process)
+        self._rollout.follow()
         self._by_the_clock(time.monotonic())
         self._crew.answer()
 
@@ -126,11 +125,11 @@ class Supervisor:
 
     def _heed(self, number: int) -> None:
         if number == signal.SIGHUP:
-            self._reload()
+            self._rollout.ask()
         elif number in (signal.SIGTERM, signal.SIGINT) and self._stopping:
             self._stop("stop", _STOP_WITHIN_S)
         elif number in (signal.SIGTERM, signal.SIGINT):
-            self._stop("drain", self._config.server.shutdown_timeout + _END_WITHIN_S)
+            self._stop("drain", self._rollout.config.server.shutdown_timeout + _END_WITHIN_S)
 
     def _by_the_clock(self, now: float) -> None:
         for vacancy in [vacancy for vacancy in self._vacancies if vacancy.due <= now]:
@@ -138,8 +137,8 @@ class Supervisor:
             self._start(vacancy.index)
         if now >= self._look_at:
             self._look_at = now + _LOOK_EVERY_S
-            if self._file.changed() and self._config.config.watch:
-                self._reload()
+            if self._file.changed() and self._rollout.config.config.watch:
+                self._rollout.ask()
         if now >= self._count_at:
             self._count_at = now + _COUNT_EVERY_S
             self._crew.ask(COUNTS)
@@ -178,7 +177,7 @@ class Supervisor:
                 process.line.close()
             for end in (ours, *self._waking, *self._held):
                 end.close()
-            code = self._serve(self._share(index), theirs)
+            code = self._serve(self._share(self._rollout.config, index), theirs)
         except BaseException:
             traceback.print_exc()
         finally:
@@ -186,8 +185,8 @@ class Supervisor:
             sys.stderr.flush()
             os._exit(code)
 
-    def _share(self, index: int) -> Config:
-        config = share(self._config, index)
+    def _share(self, config: Config, index: int) -> Config:
+        config = share(config, index)
         server = config.server.model_copy(update={"listen_addr": self._listen_addr})  # port 0 is one port for all
         return config.model_copy(update={"server": server})
 
@@ -214,30 +213,3 @@ class Supervisor:
         self._crew.metrics.restarts.inc()
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
         log.error("%s %s; another is started in %g s", process, how, delay_s)
-
-    def _reload(self) -> None:
-        """Apply the file in every process, once it is known to be good."""
-        result = "refused"
-        try:
-            config = load(self._path, os.environ)
-            if config == self._config:
-                log.info("the configuration has not changed")
-                result = "unchanged"
-            else:
-                self._adopt(config)
-                result = "applied"
-        except ConfigError as error:
-            for problem in error.problems:
-                log.error("the configuration was not reloaded, and what ran before goes on: %s", problem)
-            self._crew.tell_all("refused", error.problems)
-        except Exception:  # as in ``reload``: those who are served are not to pay for it
-            log.exception("the configuration was not reloaded by a fault of the coordinator; what ran before goes on")
-        self._crew.metrics.config_reloads.labels(result).inc()
-
-    def _adopt(self, config: Config) -> None:
-        check(self._config, config)
-        build(config)
-        self._config = config
-        set_up(LEVELS[config.log_level], config.log_format)
-        for process in self._crew.processes:
-            self._crew.tell(process, "reload", self._share(process.index))

@@ -67,7 +67,8 @@ IO = (*family("coordinator.routing"), *(f"coordinator.{name}" for name in WIRED)
 SECTIONS = ("config", "pools", "proxied", "lookup", "section", "environment", "problems", "yaml_file")
 CONFIG = tuple(f"coordinator.{name}" for name in SECTIONS)
 WIRING = ("coordinator.app", "coordinator.cli", "coordinator.demo", "coordinator.serve", "coordinator.reload",
-          "coordinator.member", "coordinator.crew", "coordinator.supervisor", "coordinator.status")
+          "coordinator.member", "coordinator.crew", "coordinator.supervisor", "coordinator.rollout",
+          "coordinator.status")
 DERENDERING = tuple(f"coordinator.derender.{name}" for name in ("process", "stream", "pool", "held"))
 RENDERING = family("coordinator.rendering")
 RENDERING_PLAIN = ("anthropic", "fields", "conversation", "tokenizer", "parsers", "sampling", "threads", "renderer")
@@ -240,7 +241,7 @@ TABLE = (
         may=(*ENVELOPE, *CORE),
         types=("coordinator.upstream", "coordinator.routing.router"),
     ),
-    Row(WIRING, "app, cli, demo, serve, reload, member, crew, supervisor and status may import everything", may=("*",)),
+    Row(WIRING, f"what wires ({', '.join(name.partition('.')[2] for name in WIRING)}) may import all", may=("*",)),
     Row(("coordinator.__main__",), "coordinator.__main__ imports coordinator.cli", may=("coordinator.cli",)),
 )
 
@@ -254,6 +255,7 @@ IMPORTED_ONLY_BY = {
     "coordinator.crew": WIRING,
     "coordinator.status": WIRING,
     "coordinator.supervisor": WIRING,
+    "coordinator.rollout": WIRING,
     "coordinator.cli": ("coordinator.__main__",),
     "steps": ("coordinator.registry", "steps.*", *WIRING),
     "steps.*": ("coordinator.registry", "steps.*", *WIRING),

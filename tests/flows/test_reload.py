@@ -6,9 +6,11 @@ import asyncio
 import json
 import logging
 import os
+import re
 import signal
 from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -28,8 +30,6 @@ from tests.flows.conftest import merged
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
     from contextlib import AsyncExitStack
-    from pathlib import Path
-
     from coordinator.plan import Plan
     from coordinator.status import Status
 
@@ -276,6 +276,12 @@ APPLIED = {
 }
 
 
+def test_the_docs_name_what_needs_a_restart() -> None:
+    docs = (Path(__file__).parents[2] / "docs" / "processes.md").read_text()
+    (line,) = [line for line in docs.splitlines() if line.startswith("What the listeners were made with")]
+    assert set(re.findall(r"`([a-z_]+)`", line)) == {*AT_START, "tracing", "server"}
+
+
 def test_every_key_of_the_server_is_applied_or_refused() -> None:
     """A new key says which of the two it is: one that is passed over would be told as applied."""
     assert {*AT_START} | APPLIED == Server.model_fields.keys()
@@ -356,9 +362,7 @@ class Steered(Alone):
 
     url = ""
 
-    async def begin(
-        self, app: web.Application, reloader: Reloader, stops: asyncio.Queue[None], status: Status
-    ) -> None:
+    async def begin(self, app: web.Application, reloader: Reloader, stops: asyncio.Queue[None], status: Status) -> None:
         self.app, self.stops = app, stops
         await super().begin(app, reloader, stops, status)
 

@@ -342,3 +342,49 @@ async def test_a_process_that_dies_again_and_again_is_started_later_each_time(tm
     async with started("-c", SCRIPT.format(body=body + "; return 1"), str(path)) as group:
         said = [(await group.until("another is started in"))["message"].rpartition(" in ")[2] for _ in range(3)]
     assert said == ["0.1 s", "0.2 s", "0.4 s"]
+
+
+# Applies any file but one by which its share of the queue is 30, or 33.
+OBEDIENT = """
+    from coordinator.channel import Line
+    line = Line(end, 5.0)
+    line.send('listening', ('x',))
+    while True:
+        word, what = line.receive(time.monotonic() + 60)
+        if word == 'reload':
+            share = what.server.queue_size
+            print('{"message": "applying", "share": %d}' % share, file=sys.stderr, flush=True)
+            line.send('reloaded', ['no room for 30'] if share in (30, 33) else [])
+        if word in ('drain', 'stop'):
+            return 0
+"""
+
+
+async def test_what_the_first_process_cannot_apply_is_applied_by_none(tmp_path: Path) -> None:
+    """Some of it only a process that serves can find out; nobody is to find it out by ending."""
+
+    def queue(size: int) -> None:
+        path.write_text(yaml.safe_dump(tree("http://127.0.0.1:9", server={"workers": 3, "queue_size": size})))
+
+    path = tmp_path / "pd.yaml"
+    queue(12)
+    async with started("-c", SCRIPT.replace("{body}", OBEDIENT).replace("{{}}", "{}"), str(path)) as group:
+        await group.until("listening")
+        before = group.processes()
+        queue(90)
+        group.signal(signal.SIGHUP)
+        assert (await group.until("was not reloaded"))["message"].endswith("no room for 30")
+        queue(60)
+        group.signal(signal.SIGHUP)
+        for _ in range(3):
+            await group.until("applying")
+        assert [line["share"] for line in group.logged if line["message"] == "applying"] == [30, 20, 20, 20]
+        assert group.processes() == before
+        queue(100)  # 34 for the first, and 33 for each of the others
+        group.signal(signal.SIGHUP)
+        for _ in range(2):
+            assert "could not apply the configuration, and is replaced" in (await group.until("replaced"))["message"]
+        for _ in range(2):
+            assert "ended with code 0; another is started" in (await group.until("another is started"))["message"]
+        group.signal(signal.SIGTERM)
+        assert await group.ended() == 0
