@@ -30,6 +30,7 @@ from tests.flows.conftest import merged
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
     from contextlib import AsyncExitStack
+
     from coordinator.plan import Plan
     from coordinator.status import Status
 
