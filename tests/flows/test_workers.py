@@ -317,11 +317,13 @@ async def test_a_port_that_is_taken_is_told_once_and_a_second_signal_stops_all_a
 
 
 SCRIPT = """
-import socket, sys, time
+import json, os, sys, time
 from coordinator.channel import pack
 from coordinator.config import load
 from coordinator.logs import set_up
 from coordinator.supervisor import Supervisor
+def say(message, **fields):  # at once: other processes write too
+    os.write(2, json.dumps(dict(message=message, **fields)).encode() + b"\\n")
 def serve(config, end):
 {body}
 set_up(20, "json")
@@ -332,7 +334,7 @@ sys.exit(Supervisor(load(sys.argv[1], {{}}), sys.argv[1], serve).run())
 async def test_a_process_that_cannot_start_ends_the_whole_with_its_code(tmp_path: Path) -> None:
     path = tmp_path / "pd.yaml"
     path.write_text(yaml.safe_dump(tree("http://127.0.0.1:9")))
-    body = '    print(\'{"message": "no", "level": "error"}\', file=sys.stderr); return 3'
+    body = "    say('no'); return 3"
     async with started("-c", SCRIPT.format(body=body), str(path)) as group:
         assert await group.ended() == 3
     assert {line["message"] for line in group.logged} == {"no"}
@@ -357,7 +359,7 @@ OBEDIENT = """
         word, what = line.receive(time.monotonic() + 60)
         if word == 'reload':
             share = what.server.queue_size
-            print('{"message": "applying", "share": %d}' % share, file=sys.stderr, flush=True)
+            say('applying', share=share)
             line.send('reloaded', ['no room for 30'] if share in (30, 33) else [])
         if word in ('drain', 'stop'):
             return 0
