@@ -214,11 +214,6 @@ class ChatFields(ClientFields):
     def echoed_logprobs(self) -> int | None:
         return self.top_logprobs if self.echo else None
 
-    @property
-    def forced(self) -> bool:
-        """Say whether a tool must be called."""
-        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
-
 
 class CompletionFields(ClientFields):
     max_tokens_names = ("max_tokens",)

@@ -57,7 +57,7 @@ class Model:
 
 
 class Renderer:
-    """Renders chat and completions requests of one model, on threads.
+    """Renders chat, completions and messages requests of one model, on threads.
 
     Raises:
         ValueError: a sentence that says what is wrong with the model's files.
