@@ -109,7 +109,7 @@ class _Scribe:
         return self._links[role].router.serves(ctx)
 
     def uncached_tokens(self, ctx: RequestContext, role: str) -> int | None:
-        return self._links[role].router.uncached_tokens(ctx)
+        return None  # stand-in tokens say nothing of a prompt; a new and long one is what shows the whole pipeline
 
     async def post_json(self, ctx: RequestContext, leg: Leg, *, accept: tuple[int, ...] = ()) -> Reply:
         self._write_down(ctx, leg)

@@ -96,6 +96,7 @@ class PrefixAffinity:
     def why(self, worker: Worker) -> str:
         known, blocks = self._last
         how = f"it was sent {known} of the prompt's {blocks} blocks before" if known else f"by hash of {blocks} blocks"
+        how = how if blocks else "the prompt is shorter than a block"
         return f"{how}, with {worker.in_flight} legs and {worker.tokens} tokens in flight"
 
     def _seen(self, blocks: Sequence[int]) -> list[tuple[_Stay, ...]]:

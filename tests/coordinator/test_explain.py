@@ -160,6 +160,22 @@ async def test_tokens_in_the_client_s_body_goes_to_render_and_its_answer_to_the_
     ]  # fmt: skip
 
 
+async def test_how_each_worker_is_picked_is_told_and_prefill_is_shown_though_it_may_be_left_out(legs: Any) -> None:
+    pools = {
+        "prefill": {"endpoints": ["http://p:8000", "http://q:8000"], "policy": "least_inflight"},
+        "decode": {"endpoints": ["http://d:8000", "http://e:8000"], "policy": "prefix_affinity"},
+    }
+    steps = RENDER, {"type": "prefill", "params": {"min_uncached_tokens": 500}}, {"type": "decode"}
+    sent = await legs(CHAT, *steps, pools=pools, pipeline={"use_openai_format": False})
+    told = [leg.as_json()["picked"] for leg in sent]
+    loaded = "0 legs and 0 tokens in flight"
+    assert told == [
+        "the only worker",
+        f"by least_inflight: the least loaded, with {loaded}",
+        f"by prefix_affinity: the prompt is shorter than a block, with {loaded}",
+    ]
+
+
 async def test_a_generate_client_s_body_goes_on_as_it_is(legs: Any) -> None:
     extra = {"kv_transfer_params": STAND_IN_HANDOVER}
     handed = {**extra, "sampling_params": {"max_tokens": 5, "extra_args": extra}}
