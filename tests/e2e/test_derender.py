@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import uuid
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,15 +66,26 @@ def started(mode: str, workers: Workers, coordinator: Callable[..., Coordinator]
     return coordinator({"pools": pools, "pipeline": pipeline}, None if mode == "service" else python)
 
 
-def both(front: Coordinator, workers: Workers, asked: dict[str, Any]) -> list[Reply]:
-    """Return our answer and the worker's own; each request has a salt of its own, so that none finds a warm cache."""
-    urls = (front.url, workers.decode.url)
-    return [post(f"{url}/v1/chat/completions", asked | {"cache_salt": uuid.uuid4().hex}) for url in urls]
+@pytest.fixture(scope="module")
+def own(workers: Workers) -> Callable[..., Reply]:
+    """Return the worker's own answer to a case: it is asked once, for all that are compared with it."""
+
+    @cache
+    def ask(case: str, stream: bool) -> Reply:
+        return post(f"{workers.decode.url}/v1/chat/completions", asked_for(case, stream))
+
+    return ask
+
+
+def asked_for(case: str, stream: bool) -> dict[str, Any]:
+    """Return a case's request, with a salt of its own."""
+    streamed = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+    return ASKED[case] | streamed | {"cache_salt": uuid.uuid4().hex}
 
 
 @pytest.mark.parametrize("case", ASKED)
-def test_a_whole_answer_equals_the_worker_s_own(front: Coordinator, workers: Workers, case: str) -> None:
-    ours, alone = both(front, workers, ASKED[case])
+def test_a_whole_answer_equals_the_worker_s_own(front: Coordinator, own: Callable[..., Reply], case: str) -> None:
+    ours, alone = post(f"{front.url}/v1/chat/completions", asked_for(case, False)), own(case, False)
     assert ours.status == alone.status == 200
     mine, own = comparable(ours.body), comparable(alone.body)
     if "stop string" in case:  # one that we have seen: how much of the prompt was cached, the worker tells at its end
@@ -83,8 +95,8 @@ def test_a_whole_answer_equals_the_worker_s_own(front: Coordinator, workers: Wor
 
 
 @pytest.mark.parametrize("case", STREAMED)
-def test_a_stream_adds_up_to_the_worker_s_own(front: Coordinator, workers: Workers, case: str) -> None:
-    ours, alone = both(front, workers, ASKED[case] | {"stream": True, "stream_options": {"include_usage": True}})
+def test_a_stream_adds_up_to_the_worker_s_own(front: Coordinator, own: Callable[..., Reply], case: str) -> None:
+    ours, alone = post(f"{front.url}/v1/chat/completions", asked_for(case, True)), own(case, True)
     assert summed(ours.events) == summed(alone.events)
     counts = [reply.events[-1]["usage"] for reply in (ours, alone)]
     for usage in counts:
@@ -94,11 +106,11 @@ def test_a_stream_adds_up_to_the_worker_s_own(front: Coordinator, workers: Worke
 
 
 @pytest.mark.parametrize("include", [True, False])
-def test_hidden_reasoning_is_told_by_nothing(front: Coordinator, workers: Workers, include: bool) -> None:
+def test_hidden_reasoning_is_told_by_nothing(front: Coordinator, include: bool) -> None:
     """S28: neither by logprobs nor by token ids, of which a parser that hides reasoning shows none."""
     asked = CONVERSATIONS["reasoning"].body(logprobs=True, return_token_ids=True, include_reasoning=include)
     for stream in (False, True):
-        ours = both(front, workers, asked | {"stream": stream})[0]
+        ours = post(f"{front.url}/v1/chat/completions", asked | {"stream": stream})
         thought = summed(ours.events)[0]["reasoning"] if stream else ours.body["choices"][0]["message"]["reasoning"]
         assert bool(thought) is include
         choices = [choice for event in ours.events for choice in event["choices"]] if stream else ours.body["choices"]
