@@ -245,14 +245,15 @@ async def test_an_answer_in_another_output_mode_is_a_502_before_the_client_gets_
 async def test_a_worker_that_is_older_than_output_mode_is_found_out(coordinator, fleet_of, shape, version, stream):
     """V19: it answers 200 with token ids alone, which a client would read as an empty answer."""
     fleet = await fleet_of(decode_settings=Settings(version=version))
-    at = await coordinator(fleet, shape)
+    at = await coordinator(fleet, shape, ready=False)
     got = await at.chat(stream=stream)
     assert (got.status, "vLLM 0.3" in got.error["message"]) == (502, True)
 
 
-async def test_a_worker_that_is_older_than_derender_refuses_in_its_own_words(coordinator, fleet_of):
+async def test_a_worker_that_hides_that_it_is_older_than_derender_refuses_in_its_own_words(coordinator, fleet_of):
     """0.32 knows the field and not the mode: its 400 says so, and goes on to the client."""
     fleet = await fleet_of(decode_settings=Settings(version="0.32.0"))
+    fleet.decode.behave.fault = Fault(path="/version", canned=Canned(404, "{}"))
     at = await coordinator(fleet, "derender")
     got = await at.chat()
     assert (got.status, "output_mode" in got.error["message"]) == (400, True)
