@@ -13,12 +13,15 @@ One request, in the order in which the modules see it:
 In front of it stand ``listener`` (who may hold a connection, and how long), ``keys`` (who may ask) and ``admission``
 (who may begin).
 
-What an operator sees of it comes from ``attempt`` (one call of one worker) and ``outcome`` (one request): lines of
-``logs``, instruments of ``metrics``, and the spans of ``tracing``, which ``otel`` exports. ``pace`` times tokens.
+What an operator sees of it comes from ``telemetry.attempt`` (one call of one worker) and ``outcome`` (one request):
+lines of ``logs``, instruments of ``metrics``, spans and the status page, which ``telemetry`` has.
 
-``config`` is one YAML file as pydantic models, ``registry`` turns its steps into objects, and ``app`` wires it all to a
-``plan``, which requests are answered by. ``serve`` is the process, ``reload`` puts another plan in place,
-``supervisor`` runs several of them, ``cli`` is the command line, ``rendering`` does what a render service does where a
-file says so, ``derender`` has vLLM's parsers in processes of their own, and ``sim`` is the simulated workers of
-``demo`` and of the tests.
+``config`` is one YAML file as pydantic models, ``registry`` turns its steps into objects, ``links`` says how the
+workers of each role are reached, ``planning`` makes of it all the ``plan`` that requests are answered by, and ``app``
+is the web application around it. ``serve`` is the process, ``reload`` puts another plan in place, and ``cli`` is the
+command line.
+
+The packages: ``routing`` picks a worker, ``telemetry`` tells what happened, ``processes`` runs several processes on one
+port, ``rendering`` does what a render service does where a file says so, ``derender`` has vLLM's parsers in processes
+of their own, and ``sim`` is the simulated workers of ``demo`` and of the tests.
 """

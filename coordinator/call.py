@@ -17,10 +17,10 @@ from envelope.sse import Events, EventTooLarge, data_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from coordinator.attempt import Watched
     from coordinator.context import Headers
     from coordinator.routing.router import Worker
     from coordinator.step import Leg
+    from coordinator.telemetry.attempt import Watched
     from coordinator.wire import Connection, Pool
 
 _SOON = {"Retry-After": "1"}

@@ -107,8 +107,8 @@ def _serve(args: argparse.Namespace) -> int:
         from coordinator.serve import Alone
 
         return _served(config, args.config, Alone(args.config))
-    from coordinator.member import Member
-    from coordinator.supervisor import Supervisor
+    from coordinator.processes.member import Member
+    from coordinator.processes.supervisor import Supervisor
 
     supervisor = Supervisor(config, args.config, lambda share, end: _served(share, args.config, Member(end)))
     try:
@@ -147,7 +147,7 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _print_plan(config: Config, steps: Sequence[Step], api: Format) -> None:
-    from coordinator.app import SERVED
+    from coordinator.planning import SERVED
 
     if api not in SERVED:
         return
@@ -163,8 +163,8 @@ def _print_plan(config: Config, steps: Sequence[Step], api: Format) -> None:
 
 def _destination(config: Config, steps: Sequence[Step], role: str) -> str:
     """Say where a role's legs go, as the file has it."""
-    from coordinator.app import links
     from coordinator.credentials import Closed
+    from coordinator.links import links
     from coordinator.routing.gateway import GatewayRouter
 
     router = links(config, steps, Closed())[role].router
@@ -181,9 +181,10 @@ def _destination(config: Config, steps: Sequence[Step], role: str) -> str:
 
 
 def _explain(args: argparse.Namespace) -> int:
-    from coordinator.app import discarded, links, open_renderers, routing_headers
     from coordinator.credentials import Closed
     from coordinator.explain import explain, guess_api
+    from coordinator.links import discarded, links, routing_headers
+    from coordinator.planning import open_renderers
     from coordinator.routing.pool import PoolRouter
 
     config = _load(args)

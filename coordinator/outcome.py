@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from coordinator.logs import access
-from coordinator.tracing import PASSING
+from coordinator.telemetry.tracing import PASSING
 from envelope.errors import ApiError, ClientGone, ClientStalled, LegRejected, Overloaded, Unauthorized
 
 if TYPE_CHECKING:
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
     from coordinator.context import Attempt, LegTime, RequestContext
     from coordinator.metrics import Metrics
-    from coordinator.model_names import ModelNames
-    from coordinator.recent import Recent
     from coordinator.respond import Result
-    from coordinator.tracing import Trace, Tracing
+    from coordinator.telemetry.model_names import ModelNames
+    from coordinator.telemetry.recent import Recent
+    from coordinator.telemetry.tracing import Trace, Tracing
 
 
 @dataclass(slots=True)

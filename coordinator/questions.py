@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from typing import Any
 
     from coordinator.context import Headers
-    from coordinator.model_names import ModelNames
     from coordinator.routing.router import Worker
+    from coordinator.telemetry.model_names import ModelNames
     from coordinator.upstream import HttpUpstream
 
 COUNT_TOKENS_PATH = PATHS[Format.MESSAGES] + "/count_tokens"

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 from multidict import CIMultiDict
 
-from coordinator.pace import Pace
 from coordinator.relay import ClientSink, pump
-from coordinator.server_timing import server_timing
 from coordinator.shapes import EVENT_STREAM, error_body, error_event, stream_shape, whole_answer
+from coordinator.telemetry.pace import Pace
+from coordinator.telemetry.server_timing import server_timing
 from envelope.errors import ApiError, ClientGone, LegFailed
 from envelope.generate import usage_of
 

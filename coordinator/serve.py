@@ -15,7 +15,7 @@ from coordinator.config import load
 from coordinator.listener import Runner
 from coordinator.logs import log
 from coordinator.reload import FileWatch, Reloader
-from coordinator.status import Pages, Status
+from coordinator.telemetry.status import Pages, Status
 from coordinator.units import ListenAddr
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from coordinator.config import Config
     from coordinator.server import Front
-    from coordinator.status import Told
+    from coordinator.telemetry.status import Told
 
 
 class Steering(Protocol):

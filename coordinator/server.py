@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from coordinator.passage import Passage
     from coordinator.plan import Plan
     from coordinator.proxied import Route
-    from coordinator.tracing import Trace
+    from coordinator.telemetry.tracing import Trace
 
 
 class Front:

@@ -8,13 +8,13 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from coordinator.attempt import Watcher
 from coordinator.bootstrap import BootstrapServers
 from coordinator.call import Call, earliest, mapped
 from coordinator.headers import leg_headers
 from coordinator.retry import RetryBudget, may_go_on, spent, wait_s
 from coordinator.routing.router import Worker
 from coordinator.step import Reply
+from coordinator.telemetry.attempt import Watcher
 from coordinator.verdict import refusal
 from coordinator.wire import Broken, Pool, request_head
 from envelope.errors import ApiError, LegError, LegFailed, LegTimeout, LegUnreadable, NoWorker

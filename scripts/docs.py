@@ -32,9 +32,15 @@ def _ours(*names: str) -> tuple[str, ...]:
 # A group of modules is a box of the diagram, from top to bottom; the first pattern that fits decides. A module that
 # none fits is as high up as what it imports, and in the core where it imports nothing above that.
 GROUPS: dict[str, tuple[str, ...]] = {
-    "wiring": _ours("__main__", "app", "cli", "demo", "serve", "reload", "registry", "rules", "explain", "credentials"),
-    "front": _ours("server", "listener", "intake", "questions", "respond", "relay", "plan", "outcome", "server_timing"),
-    "upstream": _ours("upstream", "call", "wire", "attempt", "retry", "health", "release", "fetch"),
+    "wiring": _ours(
+        *("__main__", "app", "links", "planning", "cli", "demo", "serve", "reload", "registry", "rules", "explain"),
+        "credentials",
+    ),
+    "front": _ours(
+        *("server", "listener", "intake", "questions", "respond", "relay", "plan", "outcome"),
+        "telemetry.server_timing",
+    ),
+    "upstream": _ours("upstream", "call", "wire", "telemetry.attempt", "retry", "health", "release", "fetch"),
     "routing": _ours("routing*"),
     "config": _ours("config", "pools", "lookup", "section", "yaml_file", "environment", "problems"),
     "core": (),

@@ -54,21 +54,26 @@ class Row:
 
 ENVELOPE = family("envelope")
 CONTRACT = ("coordinator.step", "coordinator.context")
-PLAIN = ("addresses", "admission", "headers", "pipeline", "metrics", "logs", "pace", "redact", "shapes", "verdict")
-CORE = (*CONTRACT, *(f"coordinator.{name}" for name in PLAIN))
+PLAIN = ("addresses", "admission", "headers", "pipeline", "metrics", "logs", "shapes", "verdict")
+PLAIN_TOLD = tuple(f"coordinator.telemetry.{name}" for name in ("pace", "redact"))
+CORE = (*CONTRACT, *(f"coordinator.{name}" for name in PLAIN), *PLAIN_TOLD)
 WIRED = (
     "capability",
     *("fetch", "release", "retry", "upstream", "call", "relay", "server", "intake", "listener", "respond", "health"),
-    *("questions", "passage", "wire", "bootstrap", "outcome", "attempt", "model_names", "server_timing", "plan"),
-    *("tracing", "recent"),
+    *("questions", "passage", "wire", "bootstrap", "outcome", "plan"),
 )
+TOLD = ("attempt", "model_names", "recent", "server_timing", "tracing")
 LOOKUPS = {"coordinator.routing.dns": "dns", "coordinator.routing.kubernetes": "kubernetes_asyncio"}
-IO = (*family("coordinator.routing"), *(f"coordinator.{name}" for name in WIRED))
+IO = (
+    *family("coordinator.routing"),
+    *(f"coordinator.{name}" for name in WIRED),
+    *(f"coordinator.telemetry.{name}" for name in TOLD),
+)
 SECTIONS = ("config", "pools", "proxied", "lookup", "section", "environment", "problems", "yaml_file")
 CONFIG = tuple(f"coordinator.{name}" for name in SECTIONS)
-WIRING = ("coordinator.app", "coordinator.cli", "coordinator.demo", "coordinator.serve", "coordinator.reload",
-          "coordinator.member", "coordinator.crew", "coordinator.supervisor", "coordinator.rollout",
-          "coordinator.status")
+WIRING = ("coordinator.app", "coordinator.links", "coordinator.planning", "coordinator.cli", "coordinator.demo",
+          "coordinator.serve", "coordinator.reload", "coordinator.telemetry.status",
+          *(f"coordinator.processes.{name}" for name in ("member", "crew", "supervisor", "rollout")))
 DERENDERING = tuple(f"coordinator.derender.{name}" for name in ("process", "stream", "pool", "held"))
 RENDERING = family("coordinator.rendering")
 RENDERING_PLAIN = ("anthropic", "fields", "conversation", "tokenizer", "parsers", "sampling", "threads", "renderer")
@@ -87,6 +92,10 @@ TABLE = (
         never=("asyncio", "http", "logging", "selectors", "socket", "ssl", "subprocess", "threading", "time"),
     ),
     Row(("coordinator",), "coordinator/__init__.py is a docstring: the map of the package, without imports"),
+    Row(
+        ("coordinator.processes", "coordinator.telemetry"),
+        "the __init__.py of processes and of telemetry is a docstring: importing one module must not import them all",
+    ),
     Row(
         CONTRACT,
         "coordinator.step and coordinator.context are what steps are written against: "
@@ -120,13 +129,13 @@ TABLE = (
         types=AIOHTTP,
     ),
     Row(
-        ("coordinator.metrics", "coordinator.totals"),
+        ("coordinator.metrics", "coordinator.processes.totals"),
         "coordinator.metrics and totals import prometheus_client, envelope and the core; no other of the core does",
         may=("prometheus_client", *ENVELOPE, *CORE),
     ),
     Row(
         CORE,
-        f"the core (context, step, {', '.join(PLAIN)}) imports envelope and one another; "
+        f"the core (context, step, {', '.join(PLAIN)}, telemetry's pace and redact) imports envelope and one another; "
         "only metrics imports prometheus_client, and aiohttp stays in the modules that do I/O",
         may=(*ENVELOPE, *CORE),
         types=("coordinator.routing.router",),
@@ -174,8 +183,8 @@ TABLE = (
     ),
     Row(
         IO,
-        f"the modules that do I/O (routing, {', '.join(WIRED)}) import aiohttp, envelope, the core, "
-        "coordinator.units and one another",
+        f"the modules that do I/O (routing, {', '.join(WIRED)}, telemetry's {', '.join(TOLD)}) import aiohttp, "
+        "envelope, the core, coordinator.units and one another",
         may=(*AIOHTTP, "coordinator.units", *ENVELOPE, *CORE, *IO),
         types=tuple(f"coordinator.{name}" for name in ("config", "pools", "keys", "watch", "proxied", "derender.held")),
     ),
@@ -197,9 +206,10 @@ TABLE = (
         types=("coordinator.problems",),
     ),
     Row(
-        ("coordinator.otel",),
-        "coordinator.otel is loaded only where spans are exported: it imports opentelemetry, envelope and the core",
-        may=("opentelemetry", "coordinator.version", "coordinator.tracing", *ENVELOPE, *CORE),
+        ("coordinator.telemetry.otel",),
+        "coordinator.telemetry.otel is loaded only where spans are exported: it imports opentelemetry, envelope, "
+        "tracing and the core",
+        may=("opentelemetry", "coordinator.version", "coordinator.telemetry.tracing", *ENVELOPE, *CORE),
         types=("coordinator.outcome", *AIOHTTP),
     ),
     Row(("coordinator.version",), "coordinator.version imports nothing"),
@@ -219,7 +229,7 @@ TABLE = (
         may=(*PYDANTIC, *family("steps"), *CONFIG, "coordinator.rules", "coordinator.units", *CONTRACT, *ENVELOPE),
     ),
     Row(
-        ("coordinator.channel", "coordinator.ports", "coordinator.shares"),
+        ("coordinator.processes.channel", "coordinator.processes.ports", "coordinator.processes.shares"),
         "channel, ports and shares, which several processes need, import the configuration's modules and units",
         may=(*CONFIG, "coordinator.units"),
     ),
@@ -248,20 +258,22 @@ TABLE = (
 # The other direction: what only these modules of ours import, whatever their row says.
 IMPORTED_ONLY_BY = {
     "coordinator.app": WIRING,
+    "coordinator.links": WIRING,
+    "coordinator.planning": WIRING,
     "coordinator.demo": WIRING,
     "coordinator.serve": WIRING,
     "coordinator.reload": WIRING,
-    "coordinator.member": WIRING,
-    "coordinator.crew": WIRING,
-    "coordinator.status": WIRING,
-    "coordinator.supervisor": WIRING,
-    "coordinator.rollout": WIRING,
+    "coordinator.processes.member": WIRING,
+    "coordinator.processes.crew": WIRING,
+    "coordinator.telemetry.status": WIRING,
+    "coordinator.processes.supervisor": WIRING,
+    "coordinator.processes.rollout": WIRING,
     "coordinator.cli": ("coordinator.__main__",),
     "steps": ("coordinator.registry", "steps.*", *WIRING),
     "steps.*": ("coordinator.registry", "steps.*", *WIRING),
     "yaml": ("coordinator.yaml_file", *WIRING),
-    "prometheus_client": ("coordinator.metrics", "coordinator.totals", *WIRING),
-    "coordinator.otel": WIRING,
+    "prometheus_client": ("coordinator.metrics", "coordinator.processes.totals", *WIRING),
+    "coordinator.telemetry.otel": WIRING,
     **dict.fromkeys(LOOKUPS, WIRING),
 }
 

@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from coordinator.context import Attempt, LegTime
 from coordinator.metrics import Metrics, ProcessMetrics
-from coordinator.pace import Pace
+from coordinator.telemetry.pace import Pace
 from scripts import dashboard
 from scripts.promql import Scrapes
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from coordinator import registry
-from coordinator.app import discarded, links, routing_headers
 from coordinator.cli import NoEvents
 from coordinator.config import load
 from coordinator.credentials import Closed
@@ -22,6 +21,7 @@ from coordinator.explain import (
     explain,
     guess_api,
 )
+from coordinator.links import discarded, links, routing_headers
 from envelope.errors import BadRequest, Forbidden
 from envelope.formats import Format
 

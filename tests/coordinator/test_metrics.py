@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from coordinator.context import Attempt, LegTime
 from coordinator.metrics import Metrics, Pools, ProcessMetrics
-from coordinator.pace import GAP_SECONDS, Pace
+from coordinator.telemetry.pace import GAP_SECONDS, Pace
 
 
 @pytest.fixture

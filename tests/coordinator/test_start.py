@@ -19,7 +19,7 @@ HEAVY = {
     "models": ("transformers", "vllm", "torch", "numpy"),
     "looking up workers": ("dns", "kubernetes_asyncio", "coordinator.routing.dns", "coordinator.routing.kubernetes"),
     "exporting spans": ("opentelemetry", "grpc", "google.protobuf"),
-    "several processes": ("coordinator.supervisor", "coordinator.member", "multiprocessing"),
+    "several processes": ("coordinator.processes", "multiprocessing"),
 }
 
 SCRIPT = """

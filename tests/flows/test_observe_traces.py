@@ -16,10 +16,10 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes as gen_ai
 from opentelemetry.semconv.attributes import error_attributes, http_attributes, server_attributes, url_attributes
 
-from coordinator import otel
 from coordinator.app import build
 from coordinator.config import Config, ConfigError
 from coordinator.sim import Canned, Fault
+from coordinator.telemetry import otel
 from tests.flows.conftest import config_tree
 from tests.flows.setups import CHAT, question
 
@@ -332,7 +332,7 @@ def config(fleet: Any) -> Config:
 
 
 async def test_without_the_package_the_file_is_refused_with_what_to_install(fleet, monkeypatch):
-    monkeypatch.setitem(sys.modules, "coordinator.otel", None)
+    monkeypatch.setitem(sys.modules, "coordinator.telemetry.otel", None)
     with pytest.raises(ConfigError, match=r"tracing: needs OpenTelemetry: pip install 'pd-coordinator\[otel\]'"):
         build(config(fleet))
 

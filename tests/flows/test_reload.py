@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from contextlib import AsyncExitStack
 
     from coordinator.plan import Plan
-    from coordinator.status import Status
+    from coordinator.telemetry.status import Status
 
 CHAT = "/v1/chat/completions"
 DONE = b"data: [DONE]\n\n"

@@ -124,7 +124,7 @@ async def test_nobody_found_is_not_ready_and_503_until_somebody_is(
     by, started, fleet, legs, eventually, monkeypatch, caplog
 ):
     """The role is named by /readyz, and why, before a request is the first to tell."""
-    monkeypatch.setattr("coordinator.app._FIRST_ANSWER_S", 0.3)
+    monkeypatch.setattr("coordinator.planning._FIRST_ANSWER_S", 0.3)
     at = await started(fleet, ready=False, server={"readiness_interval": "50ms"})
     await eventually(lambda: "not asked" not in at.front.plan.readiness.problems()[0])
     told = await at.get("/readyz")
@@ -172,7 +172,7 @@ async def test_a_file_that_is_changed_while_nothing_can_be_looked_up_keeps_the_w
     by, started, fleet_of, legs, eventually, monkeypatch
 ):
     """The plan that takes the other's place looks up anew, and goes on with the last answer until it has one."""
-    monkeypatch.setattr("coordinator.app._FIRST_ANSWER_S", 0.1)
+    monkeypatch.setattr("coordinator.planning._FIRST_ANSWER_S", 0.1)
     fleet = await fleet_of(decodes=2)
     by.say("decode", fleet.decode)
     at = await started(fleet)

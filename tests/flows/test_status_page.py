@@ -13,7 +13,7 @@ import yaml
 
 from coordinator.config import load
 from coordinator.serve import Alone, serve
-from coordinator.status import together
+from coordinator.telemetry.status import together
 from tests.flows.browser import CHROMIUM, tab
 from tests.flows.conftest import config_tree
 

@@ -318,10 +318,10 @@ async def test_a_port_that_is_taken_is_told_once_and_a_second_signal_stops_all_a
 
 SCRIPT = """
 import json, os, sys, time
-from coordinator.channel import pack
+from coordinator.processes.channel import pack
 from coordinator.config import load
 from coordinator.logs import set_up
-from coordinator.supervisor import Supervisor
+from coordinator.processes.supervisor import Supervisor
 def say(message, **fields):  # at once: other processes write too
     os.write(2, json.dumps(dict(message=message, **fields)).encode() + b"\\n")
 def serve(config, end):
@@ -352,7 +352,7 @@ async def test_a_process_that_dies_again_and_again_is_started_later_each_time(tm
 
 # Applies any file but one by which its share of the queue is 30, or 33.
 OBEDIENT = """
-    from coordinator.channel import Line
+    from coordinator.processes.channel import Line
     line = Line(end, 5.0)
     line.send('listening', ('x',))
     while True:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from coordinator.channel import Channel, Line, pack
+from coordinator.processes.channel import Channel, Line, pack
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

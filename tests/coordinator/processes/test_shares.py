@@ -8,8 +8,8 @@ import pytest
 
 from coordinator.config import Config
 from coordinator.problems import ConfigError
+from coordinator.processes.shares import share
 from coordinator.registry import build
-from coordinator.shares import share
 
 
 class NoEvents:

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.parser import text_string_to_metric_families
 
 from coordinator.metrics import NOT_SUMMED, Metrics
-from coordinator.totals import Families, families, kept, page, total
+from coordinator.processes.totals import Families, families, kept, page, total
 
 
 def told(requests: dict[str, int], in_flight: int, seconds: float) -> Families:

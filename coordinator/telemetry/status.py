@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from coordinator.app import FRONT, METRICS, RECENT, SERVED
-from coordinator.recent import KEPT
+from coordinator.app import FRONT, METRICS, RECENT
+from coordinator.planning import SERVED
 from coordinator.routing.gateway import GatewayRouter
 from coordinator.routing.pool import PoolRouter
+from coordinator.telemetry.recent import KEPT
 from coordinator.version import version
 from envelope.formats import PATHS
 from envelope.json_codec import dumps

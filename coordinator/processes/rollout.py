@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from coordinator.config import Config
-    from coordinator.crew import Crew, Process
+    from coordinator.processes.crew import Crew, Process
 
 
 class Rollout:

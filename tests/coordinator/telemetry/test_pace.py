@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.pace import GAP_SECONDS, Pace
+from coordinator.telemetry.pace import GAP_SECONDS, Pace
 
 
 def paced(*ticks: float, read_at: float = 0.0) -> Pace:

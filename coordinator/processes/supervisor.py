@@ -21,13 +21,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from coordinator.app import build
-from coordinator.channel import COUNTS, Line
-from coordinator.crew import Crew, Process
 from coordinator.logs import log
-from coordinator.ports import reserve
+from coordinator.processes.channel import COUNTS, Line
+from coordinator.processes.crew import Crew, Process
+from coordinator.processes.ports import reserve
+from coordinator.processes.rollout import Rollout
+from coordinator.processes.shares import share
 from coordinator.reload import FileWatch
-from coordinator.rollout import Rollout
-from coordinator.shares import share
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.redact import redacted
+from coordinator.telemetry.redact import redacted
 
 HANDOVER = {
     "do_remote_prefill": True,

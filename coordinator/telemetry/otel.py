@@ -30,7 +30,7 @@ from opentelemetry.trace import (
     set_span_in_context,
 )
 
-from coordinator.tracing import BAGGAGE, TRACEPARENT, TRACESTATE, valid, within_limits, without_trace
+from coordinator.telemetry.tracing import BAGGAGE, TRACEPARENT, TRACESTATE, valid, within_limits, without_trace
 from coordinator.version import DISTRIBUTION, version
 from envelope.formats import Format
 
@@ -67,7 +67,7 @@ _LONGEST_NAME = 256
 
 
 class OtelTracing:
-    """Exports spans. Implements ``coordinator.tracing.Tracing``.
+    """Exports spans. Implements ``coordinator.telemetry.tracing.Tracing``.
 
     Raises:
         ValueError: the environment asks for what is not here.
@@ -114,7 +114,7 @@ class OtelTracing:
 
 
 class OtelTrace:
-    """One request's span. Implements ``coordinator.tracing.Trace``."""
+    """One request's span. Implements ``coordinator.telemetry.tracing.Trace``."""
 
     __slots__ = ("_context", "_span", "_tracer")
 
@@ -144,7 +144,7 @@ class OtelTrace:
 
 
 class OtelLeg:
-    """One call's span. Implements ``coordinator.tracing.LegTrace``."""
+    """One call's span. Implements ``coordinator.telemetry.tracing.LegTrace``."""
 
     __slots__ = ("_span", "headers")
 

@@ -7,9 +7,9 @@ import signal
 from typing import TYPE_CHECKING, Any
 
 from coordinator.app import FRONT, METRICS
-from coordinator.channel import COUNTS, STATUS, Channel
 from coordinator.logs import log
-from coordinator.totals import families, page
+from coordinator.processes.channel import COUNTS, STATUS, Channel
+from coordinator.processes.totals import families, page
 
 if TYPE_CHECKING:
     import socket
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from coordinator.config import Config
     from coordinator.reload import Reloader
-    from coordinator.status import Status, Told
+    from coordinator.telemetry.status import Status, Told
 
 _ALL_WITHIN_S = 10.0
 

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from coordinator.ports import reserve
+from coordinator.processes.ports import reserve
 from coordinator.units import ListenAddr
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from multidict import CIMultiDict, CIMultiDictProxy
 
-from coordinator.tracing import PASSING, new_traceparent, valid
+from coordinator.telemetry.tracing import PASSING, new_traceparent, valid
 
 GOOD = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 INVALID = [

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from coordinator.context import Attempt
 from coordinator.logs import TRACE, log
-from coordinator.redact import redacted
 from coordinator.step import Reply
-from coordinator.tracing import UNTOLD
+from coordinator.telemetry.redact import redacted
+from coordinator.telemetry.tracing import UNTOLD
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from coordinator.metrics import Metrics
     from coordinator.routing.router import Worker
     from coordinator.step import Leg
-    from coordinator.tracing import LegTrace
+    from coordinator.telemetry.tracing import LegTrace
     from envelope.errors import ApiError
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.model_names import ModelNames
+from coordinator.telemetry.model_names import ModelNames
 
 
 def listing(*names: Any) -> bytes:

@@ -8,16 +8,16 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from coordinator.channel import COUNTS
 from coordinator.logs import log
 from coordinator.metrics import ProcessMetrics
-from coordinator.totals import families, kept, total
+from coordinator.processes.channel import COUNTS
+from coordinator.processes.totals import families, kept, total
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from coordinator.channel import Line, Message
-    from coordinator.totals import Families
+    from coordinator.processes.channel import Line, Message
+    from coordinator.processes.totals import Families
 
 _TOLD_WITHIN_S = 1.0
 
