@@ -1,4 +1,4 @@
-"""All wiring: a configuration becomes a plan, and a web application that answers by it."""
+"""The web application that a configuration describes: routes, certificates, and what runs as long as it does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""How each role's workers are reached: by a pool, through the gateway, or at the address that a step gives."""
+"""How each role's workers are reached: by a pool, through the gateway, or at the address that a step gives.
+
+With it come who looks the workers up, and what a request takes a place of at them.
+"""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from coordinator.routing.blocks import chain
 from coordinator.routing.ring import Ring
 from coordinator.routing.router import PoolLoad, Worker
 from envelope.formats import Format
-from tests.coordinator.pools import asked, made
+from tests.coordinator.routing.pools import asked, made
 
 BLOCK = 16
 MANY = [f"http://10.0.0.{number}:8000" for number in range(20)]
@@ -70,7 +70,7 @@ def test_replicas_that_know_nothing_of_each_other_choose_the_same_worker() -> No
 def test_blocks_have_the_same_numbers_in_every_process() -> None:
     """Python gives texts another hash in each process; what is chosen must not depend on one."""
     code = (
-        "from tests.coordinator.pools import asked; from coordinator.routing.blocks import chain\n"
+        "from tests.coordinator.routing.pools import asked; from coordinator.routing.blocks import chain\n"
         "body = {'model': 'm', 'cache_salt': 's', 'messages': [{'role': 'user', 'content': 'a' * 200}]}\n"
         "print(*chain(asked(range(64)), 16), *chain(asked(body=body), 16))"
     )

@@ -22,7 +22,7 @@ from envelope.errors import (
     LegUnreadable,
     NoWorker,
 )
-from tests.coordinator.pools import letters
+from tests.coordinator.routing.pools import letters
 
 if TYPE_CHECKING:
     from coordinator.routing.router import Worker

@@ -11,7 +11,7 @@ import pytest
 from coordinator.pools import PolicyName
 from coordinator.routing.policies import LeastLoaded, PowerOfTwo, Random
 from coordinator.routing.router import PoolLoad, Worker
-from tests.coordinator.pools import URLS, asked, letters, made
+from tests.coordinator.routing.pools import URLS, asked, letters, made
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

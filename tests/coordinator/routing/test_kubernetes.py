@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
 BOUND_S = 10.0
-PAIR = Path(__file__).resolve().parents[1] / "data" / "tls" / "rsa"
+PAIR = Path(__file__).resolve().parents[2] / "data" / "tls" / "rsa"
 SLICES = "/apis/discovery.k8s.io/v1/namespaces/inference/endpointslices"
 
 

@@ -12,7 +12,7 @@ from aiohttp import web
 from coordinator.routing.load import Asking, LoadWatch, Report, Reports, read
 from coordinator.routing.policies import LeastLoaded
 from coordinator.routing.router import PoolLoad, Worker
-from tests.coordinator.pools import URLS, asked, letters, made
+from tests.coordinator.routing.pools import URLS, asked, letters, made
 
 if TYPE_CHECKING:
     from collections.abc import Callable

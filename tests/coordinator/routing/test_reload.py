@@ -10,7 +10,7 @@ from coordinator.pools import Pool
 from coordinator.routing.choice import pool_router
 from coordinator.routing.members import Members
 from envelope.errors import LegFailed
-from tests.coordinator.pools import asked
+from tests.coordinator.routing.pools import asked
 
 if TYPE_CHECKING:
     from coordinator.routing.pool import PoolRouter

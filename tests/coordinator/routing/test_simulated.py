@@ -3,7 +3,7 @@
 A day of a small fleet, with a clock of its own: conversations of several turns share one of a few system prompts, each
 turn sends all that was said before, and workers keep in their cache what they computed last. What is told is the share
 of prompt tokens that a worker had in its cache, and the load of the busiest worker against the mean. ``python -m
-tests.coordinator.test_routing_simulated`` prints the table of docs/routing.md.
+tests.coordinator.routing.test_simulated`` prints the table of docs/routing.md.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from tests.coordinator.pools import asked, made
+from tests.coordinator.routing.pools import asked, made
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
