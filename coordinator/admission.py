@@ -4,7 +4,8 @@ A request asks twice. ``begin``, before its body is read, takes one of ``server.
 before its first leg, takes a place at each role whose pool has a ``max_inflight``, at all of them or at none: decode's
 is kept while prefill works, so that no prompt is computed for a decode that has no room. Who does not get in waits in
 the order of arrival. A line that is full refuses with 429 and a wait that is too long ends with 503, and nothing has
-been done for the request by then.
+been done for the request by then. How many places there are is asked anew each time: workers come, go, and are left
+out for a while.
 
 A ``Permit`` owns what one request holds. It is released once, in a ``finally``, however the request ends; a request
 that is cancelled while it waits, or in the moment in which it was let in, leaves nothing behind.
@@ -26,11 +27,11 @@ if TYPE_CHECKING:
 
     from coordinator.context import RequestContext
 
-    Wanted = Sequence[tuple[Hashable, int]]
-    """What a request needs one place of, each with how many places there are."""
+    Wanted = Sequence[tuple[Hashable, Callable[[], int]]]
+    """What a request needs one place of, each with what says how many places there are now."""
 
-    Place = Callable[[RequestContext], tuple[Hashable, int] | None]
-    """Says which places a request's legs of one role use, and how many there are; None is no limit."""
+    Place = Callable[[RequestContext], tuple[Hashable, Callable[[], int]] | None]
+    """Says which places a request's legs of one role use, and what says how many there are; None is no limit."""
 
     class QueueEvents(Protocol):
         """The instruments; ``metrics`` implements it."""
@@ -39,6 +40,9 @@ if TYPE_CHECKING:
 
         def waited(self, seconds: float, outcome: str) -> None: ...
 
+
+# Places may be added with nobody leaving; so often the line looks whether there are more.
+_LOOK_S = 0.5
 
 # OpenAI's SDK does as Retry-After says up to a minute, and beyond it what it likes.
 _LONGEST_RETRY_S = 60
@@ -56,6 +60,7 @@ class _Gate:
     def __init__(self) -> None:
         self.held: dict[Hashable, int] = {}
         self._line: deque[_Waiter] = deque()
+        self._looks: asyncio.TimerHandle | None = None  # while anybody waits
 
     def enter(self, wanted: Wanted) -> bool:
         """Take the places if they are free and nobody was there before."""
@@ -69,6 +74,8 @@ class _Gate:
         loop = asyncio.get_running_loop()
         waiter = _Waiter(wanted, loop.create_future())
         self._line.append(waiter)
+        if self._looks is None:
+            self._looks = loop.call_later(_LOOK_S, self._look, loop)
         timer = None if limit_s is None else loop.call_later(limit_s, _expire, waiter)
         try:
             return await waiter.let_in
@@ -96,14 +103,18 @@ class _Gate:
         return len(self._line)
 
     def full(self, wanted: Wanted) -> list[Hashable]:
-        return [key for key, limit in wanted if self.held.get(key, 0) >= limit]
+        return [key for key, limit in wanted if self.held.get(key, 0) >= limit()]
 
     def _fits(self, wanted: Wanted) -> bool:
-        return all(self.held.get(key, 0) < limit for key, limit in wanted)
+        return all(self.held.get(key, 0) < limit() for key, limit in wanted)
 
     def _take(self, wanted: Wanted) -> None:
         for key, _ in wanted:
             self.held[key] = self.held.get(key, 0) + 1
+
+    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._advance()
+        self._looks = loop.call_later(_LOOK_S, self._look, loop) if self._line else None
 
     def _advance(self) -> None:
         while self._line:
@@ -144,7 +155,7 @@ class Admission:
         clock: Callable[[], float],
         after: Admission | None = None,
     ) -> None:
-        self._begin: Wanted = (("server", max_concurrency),) if max_concurrency else ()
+        self._begin: Wanted = (("server", lambda: max_concurrency),) if max_concurrency else ()
         self._places = dict(places)
         self._queue_size = queue_size
         self._queue_timeout_s = queue_timeout_s

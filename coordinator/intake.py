@@ -82,7 +82,7 @@ class Intake:
             yield part
 
     async def _read(self, request: web.Request) -> bytes:
-        parts, size = [], 0
+        parts, size, inflates = [], 0, "Content-Encoding" in request.headers
         with self._told():
             async with asyncio.timeout(self._read_timeout_s):
                 async for part in request.content.iter_any():
@@ -90,6 +90,8 @@ class Intake:
                     if size > self._max_body_bytes:
                         raise self._too_large()
                     parts.append(part)
+                    if inflates:  # the next part needs no more bytes from the client, and others have their turn
+                        await asyncio.sleep(0)
         return b"".join(parts)
 
     @contextmanager

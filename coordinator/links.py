@@ -6,6 +6,7 @@ With it come who looks the workers up, and what a request takes a place of at th
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 from coordinator.headers import CREDENTIALS
@@ -159,14 +160,14 @@ def places(config: Config, links: Mapping[str, RoleLink]) -> dict[str, Place]:
 
 
 def _place(role: str, router: Router, limit: int) -> Place:
-    def of(ctx: RequestContext) -> tuple[str, int] | None:
-        if known := router.known():
-            return (role, limit * len(known)) if limit else None
+    def of(ctx: RequestContext) -> tuple[str, Callable[[], int]] | None:
+        if isinstance(router, PoolRouter) and router.known():
+            return (role, partial(router.places, limit)) if limit else None
         if role == "decode" and isinstance(router, PoolRouter):
             # Told here and not at its leg: by then the prompt would have been computed for nobody.
             raise NoWorker(role, f"there is no {role} worker", headers={"Retry-After": "1"})
         worker = router.pick(ctx) if router.serves(ctx) else None
-        return None if worker is None else (f"{role} {worker.url}", limit)
+        return None if worker is None else (f"{role} {worker.url}", lambda: limit)
 
     return of
 

@@ -3,10 +3,14 @@
 A client that takes nothing of what is written to it is hung up, which frees its workers. The clock runs only while
 the transport is over its high-water mark, so a client that keeps up costs nothing, per chunk or otherwise. A head that
 does not come to its end is hung up too; its clock runs only on a new connection, and where a head came in pieces.
+
+A client that is answered before its body was read may still be sending: its connection is closed for it to see, and
+what comes until it has seen that is thrown away as it is, neither parsed nor inflated.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -31,7 +35,6 @@ from envelope.errors import (
 )
 
 if TYPE_CHECKING:
-    import asyncio
     from collections.abc import Awaitable
 
 
@@ -56,6 +59,11 @@ REFUSED: web.AppKey[Callable[[str, ApiError], None]] = web.AppKey("refused", Cal
 
 _FOR_EVER_S = 1e9  # aiohttp takes 0 for "no second request"
 
+# Closed with something unread, a connection is reset, and the client may never read its answer. So what still comes is
+# taken for so long in all, or until nothing came for a while. Source: nginx, lingering_close.
+_LINGERS_S = 10.0
+_SILENT_S = 1.0
+
 # A head that comes in pieces may be as large as so many of the largest fields.
 _FIELDS = 4
 
@@ -69,6 +77,7 @@ class _Handler(RequestHandler):
     """One connection."""
 
     __slots__ = (
+        "_discarded_bytes",
         "_head_bytes",
         "_head_timer",
         "_max_head_bytes",
@@ -86,6 +95,7 @@ class _Handler(RequestHandler):
         self._refused = server.refused
         self._max_head_bytes = _FIELDS * self.max_field_size
         self._head_bytes = 0
+        self._discarded_bytes: int | None = None  # None is while everything is read
         self._stall_timer: asyncio.TimerHandle | None = None
         self._head_timer: asyncio.TimerHandle | None = None
         self._unsent = 0
@@ -100,6 +110,9 @@ class _Handler(RequestHandler):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self._discarded_bytes is not None:
+            self._discarded_bytes += len(data)
+            return
         heads = self._request_count
         super().data_received(data)
         if self._request_count != heads:
@@ -119,6 +132,34 @@ class _Handler(RequestHandler):
     def resume_writing(self) -> None:
         super().resume_writing()
         self._stop_watching_writing()
+
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        """Write the answer; of a body that is left unread then, aiohttp would inflate the rest to throw it away."""
+        unread = not request.content.is_eof()
+        if unread and "Content-Encoding" in request.headers:
+            resp.force_close()
+        done = await super().finish_response(request, resp, start_time)
+        if unread and not resp.keep_alive:
+            await self._linger()
+        return done
+
+    async def _linger(self) -> None:
+        """Close the connection, once the client has stopped sending."""
+        transport = self.transport
+        if transport is None:
+            return
+        self._discarded_bytes, seen = 0, -1
+        if transport.can_write_eof():
+            transport.write_eof()
+        if not transport.is_closing():
+            transport.resume_reading()
+        ends_at = self._loop.time() + _LINGERS_S
+        while seen != self._discarded_bytes and self._loop.time() < ends_at:
+            seen = self._discarded_bytes
+            await asyncio.sleep(_SILENT_S)
+        self.force_close()
 
     def _watch_head(self) -> None:
         if self._patience.head_s is not None:

@@ -126,6 +126,21 @@ class PoolRouter:
     def known(self) -> tuple[Worker, ...]:
         return self.members.workers
 
+    def places(self, limit: int) -> int:
+        """Return how many legs the workers together may have, if each may have so many.
+
+        Who is left out, leaves, or is on trial adds the legs that it still has, which hold their places, and no more.
+        """
+        workers, leaving = self.members.workers, self.members.leaving
+        used = workers if self.health is None else self.health.used()
+        on_trial = () if self.health is None else self.health.on_trial
+        if used is workers and not (leaving or on_trial):
+            return limit * len(workers)
+        # Where no other is left, there is nobody to wait for, and ``pick`` says what becomes of the leg.
+        full = {worker for worker in used if worker not in on_trial} or set(used or workers)
+        others = sum(worker.in_flight for worker in {*workers, *leaving} - full)
+        return limit * len(full) + others
+
     def _follow(self) -> None:
         """Let the policy choose among the workers of now."""
         used = self.members.workers if self.health is None else self.health.used()

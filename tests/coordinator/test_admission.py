@@ -63,8 +63,8 @@ class Desk:
 def desk(most: int = 0, *, queue_size: int = 8, queue_timeout_s: float | None = 5.0, **roles: Any) -> Desk:
     """Make one; a role is its number of places, or what says them for a request."""
 
-    def always(role: str, limit: int) -> Callable[[RequestContext], tuple[str, int]]:
-        return lambda _request: (role, limit)
+    def always(role: str, limit: int) -> Callable[[RequestContext], tuple[str, Callable[[], int]]]:
+        return lambda _request: (role, lambda: limit)
 
     places = {role: of if callable(of) else always(role, of) for role, of in roles.items()}
     told = Told()
@@ -195,7 +195,7 @@ async def test_a_request_takes_all_its_places_or_none() -> None:
 
 
 async def test_a_role_that_the_request_leaves_out_is_not_asked() -> None:
-    at = desk(prefill=lambda asked: ("prefill", 1) if "p" in asked.routing else None, decode=5)
+    at = desk(prefill=lambda asked: ("prefill", lambda: 1) if "p" in asked.routing else None, decode=5)
     first = await at.enter(request(p="x"))
     second = await at.enter(request())
     assert at.admission.held == {"prefill": 1, "decode": 2}
@@ -205,10 +205,10 @@ async def test_a_role_that_the_request_leaves_out_is_not_asked() -> None:
 
 async def test_one_who_gives_up_does_not_hold_up_those_behind() -> None:
     """The first in line wants two places, the next only one of them."""
-    at = desk(prefill=lambda asked: ("prefill", 1) if "p" in asked.routing else None, decode=1)
+    at = desk(prefill=lambda asked: ("prefill", lambda: 1) if "p" in asked.routing else None, decode=1)
     holder = at.admission.permit()
     holder._roles = {"prefill": "prefill"}
-    at.admission._roles.enter((("prefill", 1),))
+    at.admission._roles.enter((("prefill", lambda: 1),))
     async with at.waiting(request(p="x")) as first, at.waiting(request()) as second:
         first.cancel()
         await settle()
@@ -230,15 +230,30 @@ async def test_one_who_is_cancelled_in_the_moment_of_being_let_in_hands_the_plac
 
 
 async def test_the_limit_may_grow_while_requests_wait() -> None:
-    """A pool that finds more workers has more places; the next who leaves lets in whoever fits."""
+    """A pool that finds more workers has more places, for those who wait as well, with nobody leaving."""
     workers = [1]
-    at = desk(decode=lambda _asked: ("decode", len(workers)))
+    at = desk(decode=lambda _asked: ("decode", lambda: len(workers)))
     first = await at.enter(request())
-    workers.append(2)
-    second = await at.enter(request())
+    async with at.waiting(request()) as waiting:
+        workers.append(2)
+        second = await waiting
     assert at.admission.held == {"decode": 2}
     first.release()
     second.release()
+
+
+async def test_the_limit_may_shrink_while_requests_wait() -> None:
+    """A worker that is left out takes its places with it: who leaves lets nobody in who would have had one of them."""
+    workers = [1, 2]
+    at = desk(decode=lambda _asked: ("decode", lambda: len(workers)))
+    first, second = await at.enter(request()), await at.enter(request())
+    async with at.waiting(request()) as waiting:
+        workers.pop()
+        first.release()
+        await settle()
+        assert (waiting.done(), at.admission.held) == (False, {"decode": 1})
+        second.release()
+        (await waiting).release()
 
 
 async def test_a_thousand_cancels_leave_no_place_taken() -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gzip
 import json
 import tracemalloc
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from aiohttp.compression_utils import ZLibDecompressor
 
+from coordinator import listener
 from tests.flows.wire import chunked, connect, head, post
 
 if TYPE_CHECKING:
@@ -335,6 +338,30 @@ async def test_a_gzip_bomb_is_a_413_and_is_never_inflated_whole(coordinator, fle
     assert asked(fleet) == []
 
 
+@pytest.mark.parametrize(("path", "status", "most"), [(CHAT, 413, 4), ("/nowhere", 404, 2)])
+async def test_what_is_left_of_a_bomb_is_not_inflated_to_be_thrown_away(
+    coordinator, fleet, monkeypatch, path, status, most
+):
+    """H05: the rest of it would keep everybody else waiting, whoever sent it and wherever to."""
+    inflate, inflated = ZLibDecompressor.decompress_sync, 0
+
+    def counted(self, *args, **kwargs):
+        nonlocal inflated
+        part = inflate(self, *args, **kwargs)
+        inflated += len(part)
+        return part
+
+    monkeypatch.setattr(ZLibDecompressor, "decompress_sync", counted)
+    at = await coordinator(fleet, server=SMALL)
+    bomb = gzip.compress(bytes(30 * MEGABYTE), compresslevel=9)
+    async with connect(at.url) as wire:
+        await wire.send(post(path, bomb, "Content-Encoding: gzip"))
+        got = await wire.answer()
+        assert (got.status, got.headers["Connection"]) == (status, "close")
+        assert await wire.is_closed()
+    assert 0 < inflated <= most * MEGABYTE
+
+
 @pytest.mark.parametrize(
     "raw",
     [b"this is no gzip", gzip.compress(BODY)[:-12], gzip.compress(BODY) + b"more", b"\x1f\x8b\x08"],
@@ -365,6 +392,26 @@ async def test_a_body_that_does_not_come_to_its_end_is_a_408_that_ends_the_conne
         check_error(got, 408, "RequestTimeoutError", says)
         assert got.headers["Connection"] == "close"
     assert asked(fleet) == []
+
+
+@pytest.mark.parametrize("sends", [False, True], ids=["is silent", "goes on sending"])
+async def test_a_connection_whose_body_was_not_read_is_closed_soon(coordinator, fleet, monkeypatch, eventually, sends):
+    """H8: a client that is told 408 and stays does not hold its connection, and one that sends has its answer."""
+    monkeypatch.setattr(listener, "_SILENT_S", 0.05)
+    monkeypatch.setattr(listener, "_LINGERS_S", 0.3)
+    at = await coordinator(fleet, server={"read_timeout": "100ms"})
+    async with connect(at.url) as wire:
+        await wire.send(head(CHAT, JSON, "Content-Length: 1000000"), b'{"model":')
+        check_error(await wire.answer(), 408, "RequestTimeoutError")
+        assert len(at._runner.server.connections) == 1
+
+        async def is_closed() -> bool:
+            if sends:
+                with contextlib.suppress(ConnectionError):
+                    await wire.send(b" ")
+            return not at._runner.server.connections
+
+        await eventually(is_closed)
 
 
 async def test_a_body_that_is_shorter_than_its_length_is_a_408(coordinator, fleet):

@@ -6,6 +6,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import pytest
 
 from coordinator.sim import Fault
+from envelope.errors import LegFailed
 from tests.flows.wire import connect, head
 
 CHAT = "/v1/chat/completions"
@@ -217,6 +218,25 @@ async def test_no_worker_is_given_more_than_its_limit(coordinator, fleet_of, ask
     watching.cancel()
     assert [answer.status for answer in got] == [200] * 24
     assert most == 2
+
+
+async def test_a_worker_that_is_left_out_does_not_lend_its_places(coordinator, fleet_of, ask, eventually, legs):
+    """Of two workers with a limit of 2 one is out; the other still has no more than 2, and the rest wait."""
+    fleet = await fleet_of(decodes=2)
+    at = await coordinator(fleet, "alone", pools={"decode": {"max_inflight": 2}})
+    out, well = fleet.decodes
+    router = at.upstream.links["decode"].router
+    for _ in range(5):
+        router.report(router.known()[0], LegFailed("decode", "it broke"))
+    well.behave.first_byte_s = 0.02
+    asking = asyncio.gather(*(at.chat() for _ in range(6)))
+    await eventually(lambda: at.front.plan.admission.waiting)
+    most = 0
+    while not asking.done():
+        most = max(most, well.in_flight)
+        await asyncio.sleep(0.002)
+    assert [answer.status for answer in asking.result()] == [200] * 6
+    assert (most, legs(out)) == (2, [])
 
 
 async def test_a_worker_that_a_header_names_has_its_own_limit(coordinator, fleet_of, legs, ask, eventually):

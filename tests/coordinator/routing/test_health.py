@@ -22,7 +22,7 @@ from envelope.errors import (
     LegUnreadable,
     NoWorker,
 )
-from tests.coordinator.routing.pools import letters
+from tests.coordinator.routing.pools import asked, letters
 
 if TYPE_CHECKING:
     from coordinator.routing.router import Worker
@@ -109,6 +109,34 @@ def test_on_trial_it_gets_a_leg_a_second_and_one_that_goes_well_brings_it_back()
     assert pool.picked().count("b") == 1, "the first may never tell, as its client may leave"
     pool.goes_well("b")
     assert pool.picked().count("b") == 2 and pool.state("b") == "well"
+
+
+def test_who_is_left_out_has_no_places_beside_those_of_its_legs() -> None:
+    """The others would be given theirs, above their own limit."""
+    pool = Pool()
+    pool.worker("a").begin()
+    pool.worker("b").begin()
+    assert pool.router.places(8) == 32
+    pool.fails("b", 3)
+    assert pool.router.places(8) == 24 + 1, "its leg holds a place, and keeps nobody from the others'"
+    pool.worker("b").end()
+    assert pool.router.places(8) == 24
+    pool.now += 10
+    assert pool.router.places(8) == 24 and pool.state("b") == "trial"
+    pool.goes_well("b")
+    assert pool.router.places(8) == 32
+    pool.members.replace(FOUR[1:])
+    assert pool.router.places(8) == 24 + 1, "a, which left, has a leg"
+
+
+def test_when_nobody_else_is_left_those_on_trial_have_places() -> None:
+    pool = Pool(FOUR[:2], HealthLimits(failures=1, first_s=10, least_left=0))
+    pool.fails("a")
+    assert pool.router.places(8) == 8
+    pool.fails("b")
+    assert (pool.router.places(8), pool.router.pick(asked())) == (16, None), "nobody waits for what may not come back"
+    pool.now += 10
+    assert pool.router.places(8) == 16
 
 
 def test_each_time_it_is_out_for_twice_as_long_up_to_a_limit() -> None:
