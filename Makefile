@@ -26,7 +26,7 @@ demo: $(DEMO)  ## simulated workers and the coordinator, no GPU: make demo ARGS=
 	@$(BIN)/coordinator demo $(ARGS)
 
 test: $(DEV)  ## the quick tests: make test ARGS='-k sse'
-	$(BIN)/python -m pytest -m "not e2e" $(ARGS)
+	$(BIN)/python -m pytest -m "not e2e" -n auto --maxprocesses 8 --dist loadfile $(ARGS)
 
 cov: $(DEV)  ## the quick tests, with the lines and branches that they miss
 	$(BIN)/python -m pytest -m "not e2e" --cov=coordinator --cov=steps --cov=envelope --cov-branch \

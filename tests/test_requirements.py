@@ -24,7 +24,7 @@ _PIN = re.compile(r"^([a-z0-9._-]+)==([^\s;]+)(?: ; ([^\\]+))? ?\\?\n((?:    --h
 def own(extra: str) -> list[Requirement]:
     """Return what an extra asks for, with what the extras that it names ask for."""
     asked = [Requirement(text) for text in EXTRAS[extra]]
-    inner = [name for each in asked if each.name == "pd-coordinator" for name in each.extras]
+    inner = [name for each in asked if each.name == "pd-coordinator" for name in sorted(each.extras)]
     return [each for each in asked if each.name != "pd-coordinator"] + [each for name in inner for each in own(name)]
 
 
@@ -44,7 +44,7 @@ def pins(lock: str) -> dict[str, set[str]]:
     return found
 
 
-@pytest.mark.parametrize(("lock", "asked"), WANTED, ids=lambda value: str(value))
+@pytest.mark.parametrize(("lock", "asked"), WANTED, ids=lambda value: getattr(value, "name", value))
 def test_a_requirement_has_its_pin(lock: str, asked: Requirement) -> None:
     """Otherwise: make lock."""
     versions = pins(lock).get(asked.name.lower(), set())

@@ -24,6 +24,16 @@ def pytest_collection_modifyitems(items: Iterable[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.timeout(0))
 
 
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):  # one of several processes: the lines are told by the first
+        session.config.workeroutput["chaos"] = LINES
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    LINES.extend(getattr(node, "workeroutput", {}).get("chaos", ()))
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     if LINES:
         terminalreporter.section("chaos")

@@ -21,6 +21,7 @@ from aiohttp import web
 from multidict import CIMultiDict
 from prometheus_client.parser import text_string_to_metric_families
 
+from coordinator import release
 from coordinator.app import FRONT, build
 from coordinator.capability import MODE_QUESTION
 from coordinator.config import Config
@@ -436,6 +437,12 @@ async def fleet_of(stack: AsyncExitStack, excuse: Excuses) -> AsyncIterator[Call
 async def fleet(fleet_of: Callable[..., Awaitable[SimFleet]]) -> SimFleet:
     """One render, one prefill and one decode worker."""
     return await fleet_of()
+
+
+@pytest.fixture(autouse=True)
+def hasty_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hand-over that could not be released is tried again at once: nobody here has two seconds."""
+    monkeypatch.setattr(release, "_AGAIN_AFTER_S", (0.01, 0.02))
 
 
 @pytest.fixture
