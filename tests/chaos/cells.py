@@ -15,9 +15,11 @@ if TYPE_CHECKING:
 APIS = ("chat", "completions", "responses", "messages")
 FORMATS = ("openai", "text", "derender", "unwrapped")
 PHASES = ("render", "prefill", "decode", "probe")
+WITH_MEDIA = ("chat", "responses", "messages")
 CLIENTS = ("stays", "reads slowly", "leaves at render", "leaves at probe", "leaves at prefill", "leaves after prefill",
            "leaves at decode", "leaves in the stream")  # fmt: skip
 POLICIES = ("fail", "decode_alone")
+ENCODE_POLICIES = ("fail", "prefill_encodes")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -27,8 +29,9 @@ class Setup:
     Attributes:
         format: one of the flow tests' shapes.
         probes: a conditional-decode step comes first; it hits if the fault is to meet it, and misses otherwise.
-        workers: of prefill, and of decode.
+        workers: of prefill, and of decode; of encode too, if there are any.
         limited: the phases whose legs have a limit, so that silence ends; everywhere else nobody is hurried.
+        encodes: requests hold pictures, and there is an encode step.
     """
 
     format: str
@@ -37,6 +40,8 @@ class Setup:
     on_missing_handover: str
     on_prefill_failure: str
     limited: tuple[str, ...] = ()
+    encodes: bool = False
+    on_encode_failure: str = "fail"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +93,7 @@ class Cell:
             f"{self.fault!r} at {self.phase} {times}, {self.api} {setup.format} {form}, client {self.client}, "
             f"{setup.workers} workers{', probes' if setup.probes else ''}, "
             f"missing={setup.on_missing_handover} failure={setup.on_prefill_failure}"
+            f"{f' encode={setup.on_encode_failure}' if setup.encodes else ''}"
         )
 
 
@@ -101,6 +107,19 @@ def every_cell() -> Iterator[Cell]:
             cell = Cell(setup, fault, phase, lasting, stream, client)
             if _makes_sense(cell):
                 yield _limited(cell)
+    yield from _encode_cells()
+
+
+def _encode_cells() -> Iterator[Cell]:
+    """Yield what can go wrong while pictures are encoded; nothing has been computed for the request by then."""
+    for format, workers, policy in itertools.product(FORMATS, (1, 2), ENCODE_POLICIES):
+        setup = Setup(format, False, workers, "fail", "fail", encodes=True, on_encode_failure=policy)
+        for fault, lasting, stream, client in itertools.product(
+            ROWS, (False, True), (False, True), ("stays", "leaves at encode")
+        ):
+            cell = Cell(setup, fault, "encode", lasting, stream, client)
+            if _makes_sense(cell):
+                yield _limited(cell)
 
 
 def sample(count: int, rng: random.Random) -> list[Cell]:
@@ -112,7 +131,7 @@ def sample(count: int, rng: random.Random) -> list[Cell]:
         rng.shuffle(cells)
     rounds = itertools.zip_longest(*by_kind.values())
     cells = itertools.islice((cell for one in rounds for cell in one if cell is not None), count)
-    return [replace(cell, api=rng.choice(APIS)) for cell in cells]
+    return [replace(cell, api=rng.choice(WITH_MEDIA if cell.setup.encodes else APIS)) for cell in cells]
 
 
 def by_setup(cells: Sequence[Cell]) -> Iterator[tuple[Setup, list[Cell]]]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from tests.chaos.faults import SECRET
 from tests.flows.conftest import Got, chat
+from tests.flows.media import image, shown, uri, with_media
 
 if TYPE_CHECKING:
     from tests.chaos.cells import Cell
@@ -24,6 +25,8 @@ PATHS = {
 def body_of(cell: Cell, text: str) -> dict[str, Any]:
     """Return a request whose answer is ``text``."""
     question = f"Repeat: {text}"
+    if cell.setup.encodes:
+        return _with_pictures(cell, text, question)
     own: dict[str, Any] = {"model": "tiny", "stream": cell.stream}
     match cell.api:
         case "completions":
@@ -34,6 +37,28 @@ def body_of(cell: Cell, text: str) -> dict[str, Any]:
             message = {"role": "user", "content": question}
             return {**own, "messages": [message], "max_tokens": 100, "chat_template_kwargs": {"enable_thinking": False}}
     return chat(question, stream=cell.stream)
+
+
+def _with_pictures(cell: Cell, text: str, question: str) -> dict[str, Any]:
+    """Return a request with pictures that nobody has seen before."""
+    datas = [f"{text} {n}".encode() for n in range(_pictures(cell))]
+    body = with_media(*map(image, datas), text=question, stream=cell.stream)
+    match cell.api:
+        case "responses":
+            pictures = [{"type": "input_image", "image_url": uri(data)} for data in datas]
+            content = [{"type": "input_text", "text": question}, *pictures]
+            body["input"] = [{"role": "user", "content": content}]
+            del body["messages"]
+        case "messages":
+            sources = [{"type": "base64", "media_type": "image/png", "data": uri(data)[22:]} for data in datas]
+            content = [{"type": "text", "text": question}, *({"type": "image", "source": each} for each in sources)]
+            body |= {"messages": [{"role": "user", "content": content}], "max_tokens": 100}
+    return body
+
+
+def _pictures(cell: Cell) -> int:
+    """Return how many pictures a request has: one, where its only leg is to meet a connection that was kept."""
+    return 1 if cell.row.kept else 2
 
 
 async def read(live: Live, *, slowly: bool) -> Got | None:
@@ -57,6 +82,8 @@ def wrong(cell: Cell, text: str, got: Got, expected: Expected) -> str:
     if expected.kind == "error":
         return _wrong_error(cell, got, expected)
     said = _said(got, streamed=cell.stream) if got.status == 200 else ""
+    if cell.setup.encodes:
+        said = _after_the_pictures(cell, said)
     if expected.kind == "answer":
         if (got.status, got.whole, said) != (200, True, text):
             return f"{got.status} {got.raw[-300:]!r} and not the whole text"
@@ -115,6 +142,11 @@ def _said(got: Got, *, streamed: bool) -> str:
         return "".join(block.get("text", "") for block in body["content"])
     [choice] = body["choices"]
     return str(choice["message"]["content"] if "message" in choice else choice["text"])
+
+
+def _after_the_pictures(cell: Cell, said: str) -> str:
+    """Return what an answer says beside what was seen, or all of it if not every picture was."""
+    return said.partition(". ")[2] if len(set(shown(said))) == _pictures(cell) else said
 
 
 def _said_by(event: dict[str, Any]) -> str:

@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass
 
 from coordinator.sim import ABSENT, Canned, Fault
-from coordinator.sim.faults import aborted, echo, half_handover, handover
+from coordinator.sim.faults import aborted, echo, encodings, half_handover, handover, uncached
 
 REFUSED = {"error": {"message": "too long", "type": "BadRequestError", "param": "messages", "code": 400}}
 SECRET = "Traceback (most recent call last): host 10.1.2.3"
@@ -56,7 +56,7 @@ class Row:
     echoed: bool = False
     hangs: bool = False
     kept: bool = False
-    phases: tuple[str, ...] = ("render", "prefill", "decode", "probe")
+    phases: tuple[str, ...] = ("render", "encode", "prefill", "decode", "probe")
 
     @property
     def early(self) -> bool:
@@ -84,6 +84,16 @@ class Row:
     @property
     def refuses(self) -> bool:
         return self.fault is not None and self.fault.canned is not None and self.fault.canned.status == 400
+
+    @property
+    def looks_right(self) -> bool:
+        """Say whether the answer is a good one, but for what it says."""
+        return self.fault is not None and self.fault.rewrite is not None
+
+    @property
+    def ends_a_release(self) -> bool:
+        """Say whether a leg that frees a hand-over and meets it is not made again: it was refused, or is late."""
+        return self.whole.kind == "rejected" or (self.fault is not None and self.fault.hang)
 
     @property
     def dawdles(self) -> bool:
@@ -164,6 +174,8 @@ ROWS: dict[str, Row] = {
     "an empty hand-over": Row(Fault(rewrite=handover({})), prefill=_NOTHING),
     "half a hand-over": Row(Fault(rewrite=half_handover), prefill=_NOTHING, phases=("prefill",)),
     "aborted": Row(Fault(rewrite=aborted), prefill=_NOTHING, phases=("prefill",)),
+    "no encodings": Row(Fault(rewrite=encodings(None)), _failed(), phases=("encode",)),
+    "encodings nowhere": Row(Fault(rewrite=uncached), _failed(), phases=("encode",)),
 }
 
 # Prefill has kept its blocks before its answer was spoiled, and nobody can know what to fetch.

@@ -40,6 +40,8 @@ def expect(cell: Cell) -> Expected:
         return final
     if cell.setup.format != "openai" and (effect := _effect(cell, "render")) is not FINE:
         return _ended(effect, "render")
+    if cell.setup.encodes and _ends_at_encode(cell, effect := _effect(cell, "encode")):
+        return _ended(effect, "encode")
     effect, lost = _effect(cell, "prefill"), cell.phase == "prefill" and cell.fault in LOSES_THE_HANDOVER
     left = "prefill's answer was lost" if lost else ""
     if effect is FINE:
@@ -47,6 +49,11 @@ def expect(cell: Cell) -> Expected:
     elif not _goes_on_alone(cell, effect):
         return replace(_ended(effect, "prefill"), left=left)
     return replace(_ended(_effect(cell, "decode"), "decode"), left=left)
+
+
+def _ends_at_encode(cell: Cell, effect: Effect) -> bool:
+    """Say whether prefill does not encode instead; a refusal is the picture's fault, and prefill would say the same."""
+    return effect is not FINE and (effect.kind == "rejected" or cell.setup.on_encode_failure == "fail")
 
 
 def _left_by_decode(cell: Cell) -> str:
@@ -66,7 +73,9 @@ def _effect(cell: Cell, phase: str) -> Effect:
         return FINE
     has_mode = phase == "decode" and cell.setup.format != "openai"
     effect = cell.row.effect(phase, streamed=cell.streams(phase), has_mode=has_mode)
-    if effect.kind != "again":
+    # An encode leg leaves nothing that a second one could harm, so any failure is tried elsewhere.
+    anywhere = phase == "encode" and effect.kind == "failed" and not cell.row.looks_right
+    if effect.kind != "again" and not anywhere:
         return effect
     if not cell.lasting and (cell.row.kept or (cell.setup.workers > 1 and phase != "render")):
         return FINE

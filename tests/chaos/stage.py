@@ -7,7 +7,7 @@ import contextlib
 import json
 import logging
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -93,11 +93,12 @@ class Stage:
         self._played = 0
         self._roles: dict[str, list[SimWorker]] = {
             "render": [fleet.render],
+            "encode": fleet.encodes,
             "prefill": fleet.prefills,
             "decode": fleet.decodes,
             "probe": fleet.decodes,
         }
-        for workers in self._roles.values():
+        for workers in filter(None, self._roles.values()):
             shared = workers[0].behave._next  # so that a fault that happens once meets whichever worker is asked
             for worker in workers:
                 worker.behave._next = shared
@@ -129,7 +130,7 @@ class Stage:
                 worker.behave.cache_rule = "always_hit" if cell.hits else "always_miss"
         if cell.row.kept:
             for _ in workers:
-                await self._at.chat("Just say OK.", stream=cell.stream)
+                await self._at.post(PATHS["chat"], body_of(replace(cell, api="chat"), "OK."))
             self._lines.access.clear()
         elif cell.row.fault is not None and cell.row.fault.drop:
             await hang_up(*workers)
@@ -145,7 +146,7 @@ class Stage:
             workers[0].behave.next(*first, fault)
 
     async def _restore(self, cell: Cell) -> None:
-        for role in ("render", "prefill", "decode"):
+        for role in ("render", "encode", "prefill", "decode"):
             for worker in self._roles[role]:
                 worker.behave.clear()
                 if cell.row.fault is None and worker._site is None:
@@ -206,9 +207,10 @@ class Stage:
             await poll(lambda: not any(w.in_flight or w.core.running for w in workers), SETTLES_S)
         except AssertionError:
             verdict.blame("workers busy", [w.role for w in workers if w.in_flight])
-        crowd = {w.role: w.connections for w in workers if w.connections > _KEPT_AT_MOST}
-        if crowd:
-            verdict.blame("connections", crowd)
+        try:  # some may be idle, and not for long
+            await poll(lambda: all(w.connections <= _KEPT_AT_MOST for w in workers), SETTLES_S)
+        except AssertionError:
+            verdict.blame("connections", {w.role: w.connections for w in workers})
         gauges = {s.labels["route"]: s.value for s in _samples(self._at.front._metrics.in_flight) if s.value}
         if gauges:
             verdict.blame("gauges", gauges)
@@ -245,8 +247,11 @@ class Stage:
             verdict.blame("violation", store.violations[0].reason)
         if store.unread:
             verdict.left = len(store.unread)
-            if not (expected.left or (cell.leaves and self._cut_off(cell))):
+            if not (expected.left or (cell.leaves and (self._cut_off(cell) or self._met_by_the_release(cell)))):
                 verdict.blame("unread", f"{len(store.unread)}; legs {self._legs()}")
+        if self._fleet.encodings.violations:
+            verdict.blame("violation", self._fleet.encodings.violations[0])
+        self._fleet.encodings.violations.clear()
         store.violations.clear()
         store.unread.clear()
 
@@ -254,6 +259,10 @@ class Stage:
         """Say whether the client left while a worker's word about the hand-over was still on its way."""
         cut = {step for step, leg in self._legs().items() if leg["outcome"] == "cancelled"}
         return bool(cut & {"prefill", "decode"}) and cell.meets("decode") and cell.lasting and cell.row.dawdles
+
+    def _met_by_the_release(self, cell: Cell) -> bool:
+        """Say whether the client left before decode was asked, so that the fault was there for the leg that frees."""
+        return cell.phase == "decode" and "decode" not in self._legs() and cell.row.ends_a_release
 
     def _legs(self) -> dict[str, Any]:
         return self._lines.access[-1].get("legs", {}) if self._lines.access else {}
@@ -278,7 +287,10 @@ async def stage(setup: Setup, lines: Lines, rng: random.Random) -> AsyncIterator
         # A delivery may meet a worker that hangs, and nobody here has ten seconds for each.
         stack.enter_context(patch.object(release, "_DEADLINE_S", 0.5))
         stack.enter_context(patch.object(release, "_AGAIN_AFTER_S", (0.01, 0.05)))
-        fleet = await stack.enter_async_context(SimFleet(prefills=setup.workers, decodes=setup.workers))
+        encodes = setup.workers if setup.encodes else 0
+        fleet = await stack.enter_async_context(
+            SimFleet(encodes=encodes, prefills=setup.workers, decodes=setup.workers)
+        )
         config = Config.model_validate(_tree(setup, fleet))
         app = build(config)
         runner = Runner(app, config.server.max_header_size)
@@ -292,12 +304,18 @@ async def stage(setup: Setup, lines: Lines, rng: random.Random) -> AsyncIterator
 
 def _tree(setup: Setup, fleet: SimFleet) -> dict[str, Any]:
     steps: dict[str, Any] = {"conditional-decode": {}} if setup.probes else {}
+    if setup.encodes:
+        steps["encode"] = {}
     for phase in setup.limited:
         kind = "conditional-decode" if phase == "probe" else phase
         if kind != "conditional-decode" or setup.probes:
             limits = {"timeout": LIMIT} if phase == "render" else {"first_byte_timeout": LIMIT, "idle_timeout": LIMIT}
             steps[kind] = limits
-    policies = {"on_missing_handover": setup.on_missing_handover, "on_prefill_failure": setup.on_prefill_failure}
+    names = ("on_missing_handover", "on_prefill_failure", "on_encode_failure")
+    policies = {name: getattr(setup, name) for name in names}
+    # A worker that was left out would decide the next cells.
+    roles = ("encode", "prefill", "decode") if setup.encodes else ("prefill", "decode")
+    pools = {role: {"health": {"failures": 0}} for role in roles}
     # Asked once, so that no probe of health takes a fault that is meant for a leg.
-    changes = {"pipeline": policies, "server": {"readiness_interval": "1h"}}
+    changes = {"pipeline": policies, "server": {"readiness_interval": "1h"}, "pools": pools}
     return config_tree(fleet, setup.format, steps, changes)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import random
 
 # A sample takes each fault in each phase in turn, so both have them all.
-SHORT, LONG = 320, 12_000
+SHORT, LONG = 390, 12_000
 
 
 def test_the_matrix_has_every_fault_of_the_simulator() -> None:
