@@ -60,16 +60,18 @@ def http_request(port: int, body: bytes) -> bytes:
 
 @dataclass
 class Marks:
-    """The proxy's CPU time at certain counts of chunks, all streams together."""
+    """The proxy's CPU time and memory at certain counts of chunks, all streams together."""
 
     tree: ProcessTree | None
     counts: list[int]
     cpu_ns: list[int] = field(default_factory=list)
+    rss_bytes: list[int] = field(default_factory=list)
 
     def passed(self, chunks: int) -> None:
         while self.tree is not None and self.counts and chunks >= self.counts[0]:
             self.counts.pop(0)
             self.cpu_ns.append(self.tree.cpu_ns())
+            self.rss_bytes.append(self.tree.rss_bytes())
 
 
 @dataclass
@@ -99,6 +101,7 @@ class Tally:
             "chunk_us": quantiles(self.chunk, 1e3),
             "proxy_cpu_ns": proxy_cpu_ns,
             "marks_cpu_ns": self.marks.cpu_ns,
+            "marks_rss_mib": round(max(self.marks.rss_bytes, default=0) / 2**20, 2),
             "generator_busy": round(busy_s / wall_s, 2),
         }
 

@@ -199,6 +199,24 @@ TABLES = (
         COORDINATOR,
         (Column("first token p99, ms", "first_token_ms.p99", 1), _CPU_REQUEST),
     ),
+    Table(
+        "streams",
+        "A thousand streams at a time",
+        "1,000 streams are opened at once, of 200 tokens each at 20 tokens a second: 20,000 chunks a second for ten "
+        "seconds, in one round. A stream that does not bring each of its tokens and its end is an error; a run with "
+        "one is told at the end and not here. Memory is the most that was seen while they ran.",
+        "streams",
+        Column("CPU, of one core", "cpu_of_a_core", 2),
+        (COORDINATOR, TOKENS_IN),
+        None,
+        (
+            Column("whole streams", "ok", 0),
+            Column("memory, MiB", "marks_rss_mib", 1),
+            Column("chunk p50, µs", "chunk_us.p50", 0),
+            Column("chunk p99, µs", "chunk_us.p99", 0),
+            Column("first token p99, ms", "first_token_ms.p99", 1),
+        ),
+    ),
     prompt("prompt-64k", "64 KB"),
     prompt("prompt-1m", "1 MB"),
     Table(

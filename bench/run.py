@@ -90,6 +90,8 @@ class Bench:
                 self.started[started.proxy.name] = started
         for number in range(self.plan.rounds):
             for scenario in self.plan.scenarios:
+                if scenario.rounds is not None and number >= scenario.rounds:
+                    continue
                 if scenario.name.startswith("prompt"):
                     self.records.append(orjson_record(scenario, number))
                 for name in turned(scenario.proxies, number):
@@ -255,6 +257,7 @@ def prices(scenario: Scenario, seen: Record) -> Record:
     body = len(chat_body(scenario.prompt_bytes, scenario.tokens, scenario.pace_us, scenario.mode != "unary"))
     found["wall_us_per_request"] = round(seen["wall_s"] * 1e6 / max(seen["ok"], 1), 2)
     found["cpu_ms_per_mb"] = round(cpu_ns / max(seen["ok"], 1) / body, 4)  # ns per byte, which is ms per 1,000,000
+    found["cpu_of_a_core"] = round(cpu_ns / 1e9 / seen["wall_s"], 3)
     marks, cpu = scenario.marks, seen["marks_cpu_ns"]
     if len(cpu) == len(marks):
         names = ("cpu_us_per_chunk", "cpu_us_per_chunk_late")
@@ -288,7 +291,7 @@ def ask(port: int) -> dict[str, int]:
 def line(record: Record) -> str:
     """Return a record in one line, for whoever watches."""
     shown = ("streams", "ok", "errors", "ready_s", "cpu_us_per_request", "cpu_us_per_chunk", "cpu_us_per_chunk_late")
-    shown += ("rss_kib_per_stream", "error")
+    shown += ("cpu_of_a_core", "marks_rss_mib", "rss_kib_per_stream", "error")
     values = [f"{name}={record[name]}" for name in shown if record.get(name)]
     return f"{record['round'] + 1} {record['scenario']:10} {record['proxy']:32} {' '.join(values)}"
 

@@ -26,7 +26,9 @@ class Scenario:
     Attributes:
         proxies: who is put under it, in the order of the first round.
         marks: chunks of one stream between which the proxy's CPU time is counted: pairs of begin and end. Whole
-            streams also hold what each request costs, so a chunk's price is taken from their middle.
+            streams also hold what each request costs, so a chunk's price is taken from their middle. Its memory is
+            read there as well.
+        rounds: in how many of them it is run; None is all.
     """
 
     name: str
@@ -38,6 +40,7 @@ class Scenario:
     pace_us: int = 0
     prompt_bytes: int = 600
     marks: tuple[int, ...] = ()
+    rounds: int | None = None
 
     def args(self, port: int, watch: int | None) -> list[str]:
         """Return the generator's arguments.
@@ -97,6 +100,17 @@ FULL = Plan(
         ),
         Scenario("workers", "unary", (COORDINATOR, COORDINATOR_2), connections=64, requests=3_000, tokens=50),
         Scenario("burst", "burst", (DIRECT, *EVERYBODY), connections=64, requests=192, tokens=10, pace_us=10_000),
+        Scenario(
+            "streams",
+            "stream",
+            (COORDINATOR, TOKENS_IN),
+            connections=1_000,
+            requests=1_000,
+            tokens=200,
+            pace_us=50_000,
+            marks=(20, 180),
+            rounds=1,
+        ),
         Scenario("prompt-64k", "unary", EVERYBODY, connections=8, requests=160, tokens=50, prompt_bytes=65_536),
         Scenario("prompt-1m", "unary", EVERYBODY, connections=2, requests=32, tokens=50, prompt_bytes=1_000_000),
         Scenario(

@@ -29,6 +29,7 @@ FIELDS = {
     "idle": {"streams", "ok", "errors", "rss_mib", "rss_kib_per_stream"},
     "chunk": EVERY_LOAD | PRICED | {"first_token_ms", "chunk_us", "chunks_per_read", "cpu_us_per_chunk"},
     "unary": EVERY_LOAD | PRICED,
+    "streams": EVERY_LOAD | PRICED | {"first_token_ms", "cpu_of_a_core", "marks_rss_mib"},
     "burst": EVERY_LOAD | PRICED | {"first_token_ms"},
     "prompt-64k": EVERY_LOAD | PRICED,
 }
@@ -49,6 +50,7 @@ def test_a_tiny_run_measures_every_field_and_leaves_nothing_running(tmp_path: Pa
         assert not ours[name].get("error"), name
     assert ours["chunk"]["legs"] == {"render": 0, "prefill": 1, "decode": 1, "handed over": 1}
     assert ours["chunk"]["chunks"] == ours["chunk"]["ok"] * 24
+    assert (ours["streams"]["ok"], ours["streams"]["marks_rss_mib"] > 1) == (2, True)
     text = (tmp_path / "RESULTS.md").read_text()
     assert "## A relayed chunk" in text
     assert "What did not work" not in text
