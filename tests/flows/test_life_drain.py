@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 CHAT = "/v1/chat/completions"
 DONE = b"data: [DONE]\n\n"
 START_S = 20.0
+COUNTED = ", ".join(map(str, range(1, 21))) + "."
 
 
 def delta(content):
@@ -33,11 +34,14 @@ class Process:
         self._process = process
 
     async def listening(self):
+        self.url = f"http://{(await self.logs('listening'))['address']}"
+
+    async def logs(self, message):
+        """Return the first line from now on that says so."""
         while True:
             line = json.loads(await self._process.stderr.readline())
-            if line["message"] == "listening":
-                self.url = f"http://{line['address']}"
-                return
+            if line["message"] == message:
+                return line
 
     def terminate(self):
         self._process.send_signal(signal.SIGTERM)
@@ -149,3 +153,51 @@ async def test_a_drain_has_an_end(serving, scripted, dial, ask, eventually):
     assert code == 0
     assert "stopping with requests unfinished" in [line["message"] for line in logged]
     await eventually(lambda: not decode.open)
+
+
+async def test_a_second_signal_ends_the_waiting(serving, scripted, dial, ask, eventually):
+    """L29: an operator who has waited long enough; what is left is broken off, and looks broken off."""
+    never = asyncio.Event()
+    decode = await scripted(scripted.sse(delta("a"), never))
+    async with serving(decode.url, shutdown_timeout="1h") as process, dial(process.url, CHAT, ask(stream=True)) as live:
+        await live.head()
+        await live.event()
+        process.terminate()
+        await process.logs("draining")
+        process.terminate()
+        got = await live.rest()
+        assert (got.whole, got.text) == (False, "a")
+        code, _ = await process.ended()
+    assert code == 0
+    await eventually(lambda: not decode.open)
+
+
+async def test_sigterm_under_load_loses_no_request(serving, fleet, dial, ask):
+    """L29: of clients that ask again and again, each gets whole answers and then a 503; none gets less than either."""
+    fleet.decode.behave.itl_s = 0.002
+    answered = asyncio.Event()
+
+    async def ask_until_refused(url, stream):
+        got = []
+        while not got or got[-1].status == 200:
+            async with dial(url, CHAT, ask("Count to 20.", stream=stream)) as live:
+                await live.head()
+                got.append(await live.rest())
+            if len(got) == 3:
+                answered.set()
+        return got
+
+    async with serving(fleet.decode.url) as process:
+        # Keeps the process until all have heard its 503: after that nobody listens any more.
+        async with dial(process.url, CHAT, ask("Never stop.", stream=True, max_tokens=3000)) as held:
+            await held.head()
+            load = [asyncio.create_task(ask_until_refused(process.url, stream)) for stream in [False, True] * 4]
+            await answered.wait()
+            process.terminate()
+            async with asyncio.timeout(START_S):
+                ends = await asyncio.gather(*load)
+            held.cut()
+        code, _ = await process.ended()
+    assert code == 0
+    assert {(got.status, got.whole, got.text) for end in ends for got in end[:-1]} == {(200, True, COUNTED)}
+    assert {(end[-1].status, end[-1].headers["Retry-After"]) for end in ends} == {(503, "1")}
