@@ -338,6 +338,34 @@ async def test_a_gzip_bomb_is_a_413_and_is_never_inflated_whole(coordinator, fle
     assert asked(fleet) == []
 
 
+async def test_others_have_their_turn_while_a_body_is_inflated(coordinator, fleet, monkeypatch):
+    """H05: below the limit a body is inflated whole, and by no more at a time than a socket brings of plain ones."""
+    inflate, at_once, most = ZLibDecompressor.decompress_sync, 0, 0
+
+    def counted(self, *args, **kwargs):
+        nonlocal at_once, most
+        part = inflate(self, *args, **kwargs)
+        at_once += len(part)
+        most = max(most, at_once)
+        return part
+
+    async def others():
+        nonlocal at_once
+        while True:
+            at_once = 0
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(ZLibDecompressor, "decompress_sync", counted)
+    at = await coordinator(fleet)
+    raw = gzip.compress(b" " * (20 * MEGABYTE) + BODY, compresslevel=9)
+    waiting = asyncio.create_task(others())
+    async with connect(at.url) as wire:
+        await wire.send(post(CHAT, raw, "Content-Encoding: gzip"))
+        assert (await wire.answer()).status == 200
+    waiting.cancel()
+    assert 0 < most <= MEGABYTE
+
+
 @pytest.mark.parametrize(("path", "status", "most"), [(CHAT, 413, 4), ("/nowhere", 404, 2)])
 async def test_what_is_left_of_a_bomb_is_not_inflated_to_be_thrown_away(
     coordinator, fleet, monkeypatch, path, status, most
