@@ -288,8 +288,11 @@ class Pool:
     def release(self, origin: str, connection: Connection) -> None:
         """Take a connection back: keep it when its exchange is over and it can serve another, else close it."""
         kept = self._idle.setdefault(origin, deque())
+        now = asyncio.get_running_loop().time()
+        while kept and self._idle_s and now - kept[0].idle_since >= self._idle_s:
+            kept.popleft().close()  # the last one kept is taken first, so nobody may ever come to it
         if connection.reusable and len(kept) < self._idle_cap:
-            connection.idle_since = asyncio.get_running_loop().time()
+            connection.idle_since = now
             kept.append(connection)
         else:
             connection.close()

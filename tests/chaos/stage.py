@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 LIMIT = "300ms"
 GONE = "client_gone"
 SETTLES_S = 5.0
-# One request at a time has one leg at a time, and another one may deliver what it left.
-_KEPT_AT_MOST = 4
 
 
 @dataclass(slots=True)
@@ -207,13 +205,17 @@ class Stage:
             await poll(lambda: not any(w.in_flight or w.core.running for w in workers), SETTLES_S)
         except AssertionError:
             verdict.blame("workers busy", [w.role for w in workers if w.in_flight])
-        try:  # some may be idle, and not for long
-            await poll(lambda: all(w.connections <= _KEPT_AT_MOST for w in workers), SETTLES_S)
+        try:
+            await poll(lambda: all(w.connections <= self._kept(w) for w in workers), SETTLES_S)
         except AssertionError:
-            verdict.blame("connections", {w.role: w.connections for w in workers})
+            verdict.blame("connections", {w.role: (w.connections, self._kept(w)) for w in workers})
         gauges = {s.labels["route"]: s.value for s in _samples(self._at.front._metrics.in_flight) if s.value}
         if gauges:
             verdict.blame("gauges", gauges)
+
+    def _kept(self, worker: SimWorker) -> int:
+        """Return how many connections to a worker are kept for the next leg."""
+        return sum(len(pool._idle.get(worker.url, ())) for pool in self._at.upstream._pools.values())
 
     def _judge(self, cell: Cell, text: str, got: Got | None, before: dict[str, float], verdict: Verdict) -> None:
         expected = expect(cell)
@@ -261,8 +263,9 @@ class Stage:
         return bool(cut & {"prefill", "decode"}) and cell.meets("decode") and cell.lasting and cell.row.dawdles
 
     def _met_by_the_release(self, cell: Cell) -> bool:
-        """Say whether the client left before decode was asked, so that the fault was there for the leg that frees."""
-        return cell.phase == "decode" and "decode" not in self._legs() and cell.row.ends_a_release
+        """Say whether the client left before decode had read its leg: the fault was there for the leg that frees."""
+        asked = self._legs().get("decode", {}).get("outcome", "cancelled") != "cancelled"
+        return cell.phase == "decode" and not asked and cell.row.ends_a_release
 
     def _legs(self) -> dict[str, Any]:
         return self._lines.access[-1].get("legs", {}) if self._lines.access else {}

@@ -183,6 +183,24 @@ async def test_a_connection_that_was_idle_for_too_long_is_not_used(start: Any) -
     assert (first.alive, worker.connections) == (False, 2)
 
 
+async def test_connections_that_nobody_comes_to_are_closed_when_their_time_is_over(start: Any) -> None:
+    """The last one kept is taken first, so those of a busy minute stay below it."""
+    worker = await start([SIZED], [SIZED], [SIZED])
+    async with pool(idle_s=0.05) as made:
+        pair = [await made.acquire(worker.origin, 1.0) for _ in range(2)]
+        for connection in pair:
+            connection.send(request_head("POST", worker.origin, "/x", [], 2), b"{}")
+            await connection.head()
+            assert await connection.read() == b"abcde"
+            made.release(worker.origin, connection)
+        pair[0].idle_since -= 1
+        pair[1].idle_since += 60
+        assert (await made.acquire(worker.origin, 1.0)) is pair[1]
+        assert pair[0].alive
+        made.release(worker.origin, pair[1])
+        assert [connection.alive for connection in pair] == [False, True]
+
+
 async def test_what_nobody_asked_for_ends_the_connection(start: Any) -> None:
     worker = await start([SIZED + SIZED], [SIZED])
     async with pool() as made:
