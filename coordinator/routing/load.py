@@ -149,10 +149,20 @@ class LoadWatch:
             async with session.get(f"{worker.url}/metrics", **manner) as answer:  # type: ignore[arg-type]
                 if answer.status != 200:
                     return None
-                page = await answer.content.read(_MAX_BYTES)
+                page = await _whole(answer)
         except (aiohttp.ClientError, TimeoutError, OSError):
             return None
-        return read(page, in_flight, now)
+        return None if page is None else read(page, in_flight, now)
+
+
+async def _whole(answer: aiohttp.ClientResponse) -> bytes | None:
+    """Return a page, which comes in many pieces; None where it is larger than any page of metrics."""
+    page = bytearray()
+    async for piece in answer.content.iter_any():
+        page += piece
+        if len(page) > _MAX_BYTES:
+            return None
+    return bytes(page)
 
 
 def read(page: bytes, in_flight: int, at: float) -> Report | None:

@@ -131,6 +131,30 @@ async def test_workers_are_asked_in_the_background_and_one_that_falls_silent_is_
     ]
 
 
+async def test_a_page_that_comes_in_pieces_is_read_to_its_end(aiohttp_server: Any) -> None:
+    """A worker has some hundred kilobytes of histograms, and what is looked for may stand behind them."""
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for piece in (b"vllm:num_requests_waiting 6\nvllm:kv_cache_", b"usage_perc 0.", b"5\n"):
+            await response.write(piece)
+            await asyncio.sleep(0.01)
+        return response
+
+    app = web.Application()
+    app.router.add_get("/metrics", answer)
+    worker, reports = Worker(str((await aiohttp_server(app)).make_url("/")).rstrip("/")), Reports()
+    watch = LoadWatch(reports, lambda: (worker,), lambda _: None, Asking(1.0, 5.0, 60.0))
+    running = asyncio.ensure_future(watch.run())
+    try:
+        await until(lambda: worker in reports._last)
+    finally:
+        running.cancel()
+        await asyncio.wait((running,))
+    assert (reports._last[worker].waiting, reports._last[worker].kv_usage) == (6, 0.5)
+
+
 def test_the_file_s_policy_and_the_watch_share_what_is_known() -> None:
     router = made("load_aware")
     assert router.watch is not None
