@@ -298,7 +298,11 @@ def limits_can_be_divided(layout: Layout) -> Iterator[Fault]:
     """Each serving process has its share of a limit, and 0 would be no limit."""
     config, count = layout.config, layout.config.server.workers
     limits: list[tuple[Path, int]] = [(("server", "max_concurrency"), config.server.max_concurrency)]
-    limits += [(("pools", role, "max_inflight"), pool.max_inflight) for role in ROLES if (pool := _pool(config, role))]
+    limits += [
+        (("pools", role, "max_inflight"), pool.max_inflight)
+        for role in (*ROLES, "render")
+        if (pool := _pool(config, role))
+    ]
     for path, limit in limits:
         if 0 < limit < count:
             yield (

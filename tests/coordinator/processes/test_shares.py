@@ -57,5 +57,13 @@ def test_a_limit_that_would_be_none_for_somebody_is_refused(limits: tuple[int, i
     assert problem.endswith(f"{path}: 1 cannot be divided among the 2 processes of server.workers, write 2 or more")
 
 
+def test_the_places_at_render_servers_are_divided_too() -> None:
+    render = {"endpoints": ["http://127.0.0.1:2"], "max_inflight": 1}
+    tree = config(2, 0, 100, 0).model_dump(mode="json", exclude_unset=True)
+    tree["pools"]["render"], tree["pipeline"]["steps"] = render, [{"type": "render"}, {"type": "decode"}]
+    with pytest.raises(ConfigError, match=r"pools\.render\.max_inflight: 1 cannot be divided among the 2 processes"):
+        build(Config.model_validate(tree), NoEvents())  # type: ignore[arg-type]
+
+
 def test_as_many_as_there_are_processes_is_enough() -> None:
     build(config(2, 2, 0, 2), NoEvents())  # type: ignore[arg-type]
