@@ -89,6 +89,9 @@ class Reloader:
             config = await asyncio.to_thread(self._read)
         except ConfigError as error:
             self.problems = error.problems
+        except Exception:  # as in ``attempt``
+            log.exception("reading the configuration again failed by a fault of the coordinator")
+            self.problems = [FAULT]
         else:
             if config == self._app[FRONT].plan.config:
                 log.info("the configuration has not changed")

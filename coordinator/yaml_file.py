@@ -76,6 +76,8 @@ def _parse(path: str, text: str) -> Any:
         raise ConfigError([f"{path}: is not YAML: {str(error).splitlines()[0]}"]) from None
     except RecursionError:
         raise ConfigError([f"{path}: is nested too deeply, write it flatter"]) from None
+    except ValueError:  # of int(), which takes 4300 digits
+        raise ConfigError([f"{path}: holds a number with too many digits, put it in quotes if it is a text"]) from None
 
 
 def _plain(error: yaml.MarkedYAMLError) -> str:

@@ -127,6 +127,7 @@ def test_a_configuration_does_not_change_after_it_was_read(read) -> None:
         ("a: 1\n---\nb: 2", "pd.yaml: line 2, column 1: is not YAML: but found another document"),
         (b"a: \xff", "pd.yaml: byte 3 is not UTF-8, save the file as UTF-8"),
         ("[" * 3000, "pd.yaml: is nested too deeply, write it flatter"),
+        ("a: " + "9" * 5000, "pd.yaml: holds a number with too many digits, put it in quotes if it is a text"),
     ],
 )
 def test_a_file_that_is_no_yaml_mapping_is_refused_with_its_line(refused, text: str | bytes, sentence: str) -> None:

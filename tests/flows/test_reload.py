@@ -257,6 +257,22 @@ async def test_a_file_that_cannot_be_applied_changes_nothing_and_says_why(
     assert at.reloader.problems == []
 
 
+async def test_a_fault_of_ours_in_reading_the_file_ends_nothing(
+    served: Any, scripted: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = await scripted(scripted.json({"choices": []}))
+    at: Served = await served(tree(worker.url))
+
+    def breaks() -> Config:
+        raise LookupError("a fault")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(at.reloader, "_read", breaks)
+        assert await at.reloader.reload() == "refused"
+    assert at.reloader.problems == [reload.FAULT] and "LookupError: a fault" in caplog.text
+    assert await at.reload(tree(worker.url)) == "unchanged"
+
+
 async def test_the_level_of_the_log_follows_the_file(served: Any, scripted: Any) -> None:
     worker, root = await scripted(scripted.json({"choices": []})), logging.getLogger()
     at: Served = await served(tree(worker.url))
