@@ -25,6 +25,7 @@ from coordinator.logs import log
 from envelope.errors import (
     ApiError,
     BadRequest,
+    ClientGone,
     HeadersTooLarge,
     InternalError,
     MethodNotAllowed,
@@ -219,7 +220,6 @@ class _Handler(RequestHandler):
         response.force_close()
         return response
 
-
     def log_exception(self, *args: Any, **kwargs: Any) -> None:
         """Tell of faults, and not of bodies that cannot be read: their client has been told, and may send many."""
         if not isinstance(kwargs.get("exc_info"), web.RequestPayloadError):
@@ -285,6 +285,8 @@ async def json_errors(
         if "Transfer-Encoding" in request.headers:
             _check_coding(request)
         return await handler(request)
+    except ClientGone as gone:  # it left while it was told of something else, which has been counted
+        return web.Response(status=gone.status)  # never written: the connection is closed
     except ApiError as told:
         error = told
     except web.HTTPMethodNotAllowed as refused:

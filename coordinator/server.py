@@ -278,9 +278,13 @@ class Front:
             response, outcome.word = await self._passage.pass_on(request, plan, client_id)
             outcome.status = response.status
             return response
-        except (asyncio.CancelledError, ConnectionError):
+        except asyncio.CancelledError:
             outcome.fail(ClientGone("the client left"))
             raise
+        except ConnectionError as error:
+            gone = ClientGone("the client left")
+            outcome.fail(gone)
+            raise gone from error
         except ApiError as error:
             outcome.fail(error)
             return await self._refuse(request, None, client_id, error, plan)
