@@ -32,6 +32,9 @@ _HIGH_WATER = 256 * 1024
 # Beyond this, the head and the body of a request are written apart: joining them would copy the body.
 _JOIN_UP_TO = 64 * 1024
 
+# How often what is kept is looked through: a worker that has left is not asked again, and may never hang up.
+_SWEEP_S = 10.0
+
 
 class ConnectFailed(Exception):
     """No connection was had; the worker has seen nothing."""
@@ -264,6 +267,7 @@ class Pool:
         self._idle_s = idle_s
         self._tls = tls
         self._idle: dict[str, deque[Connection]] = {}
+        self._sweep_at = 0.0
 
     async def acquire(self, origin: str, connect_s: float | None, *, fresh: bool = False) -> Connection:
         """Return a connection to a worker, kept or new.
@@ -279,7 +283,7 @@ class Pool:
         loop = asyncio.get_running_loop()
         while kept and not fresh:
             connection = kept.pop()
-            if connection.alive and (not self._idle_s or loop.time() - connection.idle_since < self._idle_s):
+            if self._usable(connection, loop.time()):
                 connection.reused = True
                 return connection
             connection.close()
@@ -287,10 +291,11 @@ class Pool:
 
     def release(self, origin: str, connection: Connection) -> None:
         """Take a connection back: keep it when its exchange is over and it can serve another, else close it."""
-        kept = self._idle.setdefault(origin, deque())
         now = asyncio.get_running_loop().time()
-        while kept and self._idle_s and now - kept[0].idle_since >= self._idle_s:
-            kept.popleft().close()  # the last one kept is taken first, so nobody may ever come to it
+        if now >= self._sweep_at:
+            self._sweep(now)
+        kept = self._idle.setdefault(origin, deque())
+        self._drop(kept, now)
         if connection.reusable and len(kept) < self._idle_cap:
             connection.idle_since = now
             kept.append(connection)
@@ -302,6 +307,22 @@ class Pool:
             for connection in kept:
                 connection.close()
         self._idle.clear()
+
+    def _usable(self, connection: Connection, now: float) -> bool:
+        return connection.alive and (not self._idle_s or now - connection.idle_since < self._idle_s)
+
+    def _sweep(self, now: float) -> None:
+        """Close what has been kept for too long, also to workers that nobody asks any more."""
+        self._sweep_at = now + _SWEEP_S
+        for origin, kept in list(self._idle.items()):
+            self._drop(kept, now)
+            if not kept:
+                del self._idle[origin]
+
+    def _drop(self, kept: deque[Connection], now: float) -> None:
+        """Close those whose time is over: the last one kept is taken first, so nobody may ever come to them."""
+        while kept and not self._usable(kept[0], now):
+            kept.popleft().close()
 
     async def _connect(self, loop: asyncio.AbstractEventLoop, origin: str, connect_s: float | None) -> Connection:
         url = urlsplit(origin)

@@ -201,6 +201,20 @@ async def test_connections_that_nobody_comes_to_are_closed_when_their_time_is_ov
         assert [connection.alive for connection in pair] == [False, True]
 
 
+async def test_nothing_is_kept_to_a_worker_that_nobody_asks_any_more(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pods come and go under new addresses; one whose node has died never hangs up."""
+    monkeypatch.setattr("coordinator.wire._SWEEP_S", 0.0)
+    gone, here = await start([SIZED]), await start([SIZED], [SIZED])
+    async with pool(idle_s=0.05) as made:
+        left, _ = await asked(made, gone)
+        assert left.alive and list(made._idle) == [gone.origin]
+        await asyncio.sleep(0.06)
+        stays, _ = await asked(made, here)
+        assert (left.alive, stays.alive, list(made._idle)) == (False, True, [here.origin])
+
+
 async def test_what_nobody_asked_for_ends_the_connection(start: Any) -> None:
     worker = await start([SIZED + SIZED], [SIZED])
     async with pool() as made:
