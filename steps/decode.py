@@ -22,7 +22,7 @@ from envelope import completions
 from envelope.collected import Collected
 from envelope.connectors import KV_CONNECTORS
 from envelope.ec_transfer import put
-from envelope.errors import LegFailed, LegUnreadable
+from envelope.errors import ApiError, LegFailed, LegUnreadable
 from envelope.formats import PATHS, Format, leg_format
 from envelope.generate import DERENDER, TOKENS, asked_mode, check_echo, check_first_echo
 from envelope.json_codec import dumps
@@ -288,10 +288,14 @@ class Decode:
         await self._parsed_stream(ctx, upstream, leg, mode, {**job, "context": None})
         held, collected = ctx.answer, Collected()
         assert held is not None and not isinstance(held.source, bytes), "that was a stream"
-        while not await held.source.push(collected.feed):
-            pass
-        await held.aclose()
-        reply = collected.reply()
+        try:
+            while not await held.source.push(collected.feed):
+                pass
+            await held.aclose()
+            reply = collected.reply()
+        except ApiError as error:
+            held.source.ended(error)
+            raise
         held.source.ended(None)
         if job["context"] is not None:
             reply = await upstream.parsers.whole({**job, "decoding": None}, reply)

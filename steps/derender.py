@@ -18,7 +18,7 @@ from coordinator.outbound import Outbound
 from coordinator.step import Leg, LegLimits, PlanRow
 from coordinator.units import BaseUrl, Duration
 from envelope.derender import chunk_body, derender_path, derendered, derendered_chunk, request_of, whole_body
-from envelope.errors import LegError, LegUnreadable
+from envelope.errors import ApiError, LegError, LegUnreadable
 from envelope.formats import Format
 from envelope.json_codec import JSONDecodeError, dumps, loads_lenient
 from envelope.rebuild import reading
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
     from coordinator.context import Headers, LiveStream, RequestContext
     from coordinator.step import PipelineSettings, Upstream
-    from envelope.errors import ApiError
     from envelope.json_codec import Json
 
 
@@ -64,7 +63,11 @@ class Derender:
             ctx.answer = Answer(dumps(body), Format.GENERATE, wrap=True, headers=generated.headers, body=body)
             return "ok"
         stream = DerenderedStream(generated.source, calls)
-        await stream.begin()
+        try:
+            await stream.begin()
+        except ApiError as error:
+            stream.ended(error)
+            raise
         parsed = ctx.api is not Format.COMPLETIONS
         ctx.answer = Answer(stream, Format.GENERATE, wrap=True, parsed=parsed, headers=generated.headers)
         return "ok"

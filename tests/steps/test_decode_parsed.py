@@ -216,3 +216,17 @@ async def test_a_whole_answer_that_a_stop_string_may_end_is_listened_to_and_hung
     assert [(job["context"], job["decoding"]) for job in parsing] == ([(CONTEXT, None)] if api == "chat" else [])
     assert ctx.answer.body["choices"][0]["text"] == "hello"
     assert ctx.answer.headers == live.headers and ctx.answer.wrap and not ctx.answer.parsed
+
+
+async def test_a_worker_that_breaks_off_while_it_is_listened_to_is_told_of(decode: Any, context: Any) -> None:
+    """Else it would never be left out, however often it fails."""
+    cut = LegFailed("decode", "the connection to the worker broke before its answer was whole")
+
+    class Cut(Spoken):
+        async def push(self, take: Any) -> bool:
+            raise cut
+
+    live = Cut("he")
+    with pytest.raises(LegFailed) as told:
+        await decode("tokens").run(context("chat", BODIES["chat"], rendered=RENDERED), Going(Parsers(), live))
+    assert told.value is cut and live.told == [cut]

@@ -152,6 +152,23 @@ async def test_how_a_stream_ended_is_told_of_the_worker_but_not_that_the_service
     await ctx.aclose()
 
 
+async def test_a_worker_that_breaks_off_before_its_first_token_is_told_of(
+    derender: Derender, context: Any, upstream: Any
+) -> None:
+    cut = LegFailed("decode", "the connection to the worker broke before its answer was whole")
+
+    class Broken(Live):
+        async def push(self, take: Callable[[bytes], bool]) -> bool:
+            raise cut
+
+    live = Broken(b": hello\n\n")
+    ctx = context("chat", {**BODIES["chat"], "stream": True}, rendered=RENDERED)
+    ctx.generated = Answer(live, Format.GENERATE, wrap=True, headers=live.headers)
+    with pytest.raises(LegFailed) as told:
+        await derender.run(ctx, upstream())
+    assert told.value is cut and live.endings == [cut]
+
+
 async def test_each_choice_has_a_state_of_its_own(derender: Derender, context: Any, upstream: Any) -> None:
     live = Live(*[event(tokens(5, index=index)) for index in (0, 1, 0)], DONE)
     to = upstream(*[spoken({"content": "x"}, n) for n in (1, 2, 3)])
