@@ -127,9 +127,7 @@ def leg_headers(
     ours = {name.lower() for name, _ in own}
     if "authorization" in ours:
         ours |= CREDENTIALS  # our key in place of the client's, in whichever header it came
-    kept = ((name.lower(), name, value) for name, value in ctx.headers)
-    spelled: dict[str, str] = {}  # repeated names must be spelled alike: aiohttp sends the last one of others alone
-    return [*((spelled.setdefault(low, name), value) for low, name, value in kept if low not in ours), *own]
+    return [*(pair for pair in ctx.headers if pair[0].lower() not in ours), *own]
 
 
 def request_id(sent: str | None) -> str:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, ClassVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
 
 from coordinator.headers import FRAMING, HOP_BY_HOP
 from coordinator.problems import Faults
@@ -20,17 +20,6 @@ _OWN_HEADERS = (
     | {"accept", "authorization", "x-api-key", "cookie", "set-cookie"}
     | {"x-request-id", "epp-profile", "x-llm-d-epp-profile", "x-llm-d-revision-decision-id", "prefer"}
 )
-
-
-def not_yet(sentences_by_name: Mapping[str, str]) -> BeforeValidator:
-    """Refuse values that llm-d has, or that a later release will have, with their own sentence."""
-
-    def refuse(value: object) -> object:
-        if isinstance(value, str) and value in sentences_by_name:
-            raise ValueError(sentences_by_name[value])
-        return value
-
-    return BeforeValidator(refuse)
 
 
 def _header_name(value: str) -> str:

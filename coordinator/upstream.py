@@ -62,7 +62,7 @@ class RoleLink:
 
 
 class HttpUpstream:
-    """Implements ``coordinator.step.Upstream`` on aiohttp.
+    """Implements ``coordinator.step.Upstream`` on ``wire``.
 
     Args:
         links: by role.

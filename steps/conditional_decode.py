@@ -68,14 +68,7 @@ class ConditionalDecode:
             return "probe_failed"
 
     def plan(self, api: Format) -> PlanRow:
-        return PlanRow(
-            api,
-            self.type,
-            self.role,
-            api,
-            PATHS[api],
-            ("an endpoint picker's 412 goes on with the pipeline; vLLM itself never answers one",),
-        )
+        return PlanRow(api, self.type, self.role, api, PATHS[api], (_NOTE,))
 
     async def _probe(self, ctx: RequestContext, upstream: Upstream) -> str:
         body = decode_for_generate_client(ctx.body, None) if ctx.api is Format.GENERATE else ctx.body

@@ -189,6 +189,7 @@ class PrefillDecode:
         else:
             answer.source = Joined(answer.source, prefilling)
 
+
 async def _first(prefilling: asyncio.Task[str], decoding: asyncio.Task[str]) -> str | None:
     """Wait for the first leg to end; return how prefill went, None while it runs.
 

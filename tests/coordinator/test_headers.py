@@ -125,14 +125,9 @@ def test_legs_that_are_made_at_the_same_time_have_ids_of_their_own() -> None:
     assert ("X-Request-Id", "req-1234-m1-2") in leg_headers(context(), twin, Worker("http://a"), 1)
 
 
-def test_repeated_names_are_spelled_alike_so_that_none_is_lost() -> None:
-    ctx = context(("X-Tag", "1"), ("x-tag", "2"), ("Other", "3"), ("X-TAG", "4"))
-    assert leg_headers(ctx, leg(), Worker("http://a"))[:4] == [
-        ("X-Tag", "1"),
-        ("X-Tag", "2"),
-        ("Other", "3"),
-        ("X-Tag", "4"),
-    ]
+def test_repeated_names_are_all_sent_in_their_order_however_they_are_spelled() -> None:
+    sent = [("X-Tag", "1"), ("x-tag", "2"), ("Other", "3"), ("X-TAG", "4")]
+    assert leg_headers(context(*sent), leg(), Worker("http://a"))[:4] == sent
 
 
 def test_a_repeated_leg_keeps_an_id_by_which_workers_know_it() -> None:
