@@ -12,6 +12,7 @@ import pytest
 
 from tests.e2e.conversations import CONVERSATIONS, conversation, said
 from tests.e2e.lineups import LINEUPS
+from tests.e2e.wire import Metrics, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -56,6 +57,8 @@ def test_a_paused_worker_is_waited_for_unless_the_file_sets_a_limit(
     for front in (patient, hasty):
         (choice,) = front.sdk.chat.completions.create(**PLAIN.ask()).choices
         assert said(choice.message, choice.finish_reason) == PLAIN.answer(parsed=LINEUPS[name].parsed)
+    for worker in pair:
+        wait_until(lambda url=worker.url: Metrics(url).running == Metrics(url).kv_usage == 0, 20, "nothing is held")
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,101 @@
+"""Real workers that are lost with NIXL hand-overs on their way: those that are left hold nothing, and answer."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import openai
+import pytest
+
+from tests.e2e.conftest import Pair
+from tests.e2e.conversations import CONVERSATIONS, conversation, said
+from tests.e2e.test_kv_transfer import prompt
+from tests.e2e.wire import Metrics, wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.e2e.conftest import Coordinator, Workers
+    from tests.e2e.servers import Process
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(200, func_only=True)]
+
+PLAIN = CONVERSATIONS["plain"]
+
+
+@pytest.fixture(scope="module")
+def doomed(start_vllm: Callable[..., list[Process]]) -> Pair:
+    """The workers that the tests here lose: prefill in the first, decode in the second."""
+    return Pair(*start_vllm("prefill", "decode"))
+
+
+def config(prefill: list[str], decode: list[str]) -> dict:
+    pools = {"prefill": {"endpoints": prefill}, "decode": {"endpoints": decode}}
+    return {"pools": pools, "pipeline": {"kv_connector": "kv-nixl", "steps": [{"type": "prefill"}, {"type": "decode"}]}}
+
+
+async def test_a_prefill_worker_that_dies_between_the_legs_costs_its_own_request_alone(
+    coordinator: Callable[[dict], Coordinator], doomed: Pair, workers: Workers
+) -> None:
+    """Decode is paused, so both hand-overs are on their way to it when one of their prefill workers is killed."""
+    front = coordinator(config([doomed.prefill.url, workers.prefill.url], [doomed.decode.url]))
+    await asyncio.to_thread(wait_until, lambda: at_rest(workers.prefill), 40, "prefill is free before")
+    doomed.decode.pause()
+    async with front.async_sdk() as sdk:
+        try:
+            asked = [prompt(150 + i).ask(max_tokens=8, extra_body={"ignore_eos": True}) for i in range(2)]
+            asking = [asyncio.create_task(sdk.chat.completions.create(**one)) for one in asked]
+            await asyncio.to_thread(wait_until, lambda: decoding(front) == 2, 40, "decode has been asked for both")
+            doomed.prefill.kill()
+        finally:
+            doomed.decode.go_on()
+        ends = await asyncio.gather(*asking, return_exceptions=True)
+
+    (lost,) = [end for end in ends if isinstance(end, BaseException)]
+    assert isinstance(lost, openai.InternalServerError)
+    assert "decode" in lost.message
+    await asyncio.to_thread(at_rest_and_well, front, doomed.decode, workers.prefill)
+
+
+def test_a_decode_worker_that_dies_in_its_streams_leaves_nothing_on_prefill(
+    coordinator: Callable[[dict], Coordinator], doomed: Pair, workers: Workers
+) -> None:
+    """Two streams, one on each decode worker: the one that is lost is an error, and the other goes on."""
+    front = coordinator(config([workers.prefill.url], [doomed.decode.url, workers.decode.url]))
+    never = conversation("Never stop.").ask(max_tokens=3000, stream=True)
+    streams = [front.sdk.chat.completions.create(**never) for _ in range(2)]
+    for stream in streams:
+        next(stream)
+
+    doomed.decode.kill()
+
+    broken = []
+    for stream in streams:
+        try:
+            for _ in range(100):
+                next(stream)
+        except openai.APIError as error:
+            broken.append(error)
+        stream.close()
+    assert len(broken) == 1
+    at_rest_and_well(front, workers.prefill, workers.decode)
+
+
+def decoding(front: Coordinator) -> float:
+    return Metrics(front.url).total("coordinator_legs_in_flight", role="decode")
+
+
+def at_rest(worker: Process) -> bool:
+    seen = Metrics(worker.url)
+    return seen.kv_usage == 0 and seen.running == 0 and seen.waiting == 0
+
+
+def at_rest_and_well(front: Coordinator, *left: Process) -> None:
+    """Say that the workers that are left hold nothing, and that each request is answered by one of them."""
+    for worker in left:
+        wait_until(lambda worker=worker: at_rest(worker), 60, f"{worker.name} holds nothing")
+        assert worker.alive
+    for _ in range(4):
+        (choice,) = front.sdk.chat.completions.create(**PLAIN.ask()).choices
+        assert said(choice.message, choice.finish_reason) == PLAIN.answer(parsed=True)
