@@ -165,18 +165,18 @@ class Front:
             error.headers = {**error.headers, "Connection": "close"}
         return await refuse(request, api, client_id, error, plan.manner)
 
-    def _enter(self, api: str, plan: Plan) -> None:
+    def _enter(self, route: str, plan: Plan) -> None:
         plan.enter()
         self.in_flight += 1
         self.idle.clear()
-        self._metrics.entered(api, 1)
+        self._metrics.entered(route, 1)
 
-    def _leave(self, api: str, plan: Plan) -> None:
+    def _leave(self, route: str, plan: Plan) -> None:
         plan.leave()
         self.in_flight -= 1
         if not self.in_flight:
             self.idle.set()
-        self._metrics.entered(api, -1)
+        self._metrics.entered(route, -1)
 
     def _check_head(self, request: web.Request, plan: Plan) -> None:
         """Refuse what can be refused by the head alone, and before any waiting.
@@ -247,7 +247,7 @@ class Front:
     ) -> web.StreamResponse:
         begun, client_id = self._clock(), request_id(request.headers.get("X-Request-Id"))
         outcome = self._recorder.begin(request)
-        plan.enter()
+        self._enter(route, plan)
         try:
             self._check_head(request, plan)
             headers = outcome.trace.carry(upstream_headers(header_pairs(request), plan.drop))
@@ -261,7 +261,7 @@ class Front:
             outcome.fail(error)
             return await self._refuse(request, api, client_id, error, plan)
         finally:
-            plan.leave()
+            self._leave(route, plan)
             self._recorder.record(route, client_id, None, outcome, self._clock() - begun)
 
     async def _pass_on(self, request: web.Request) -> web.StreamResponse:

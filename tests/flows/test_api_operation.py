@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -168,6 +169,20 @@ async def test_a_token_count_without_a_renderer_is_the_decode_workers(coordinato
     got = await at.post("/v1/messages/count_tokens", {**body, "kv_transfer_params": {"remote_host": "192.0.2.1"}})
     assert (got.status, got.body) == (200, {"input_tokens": 7})
     assert worker.received[0][1] == body
+
+
+async def test_a_drain_waits_for_a_token_count_as_for_any_other_request(coordinator, fleet, scripted, eventually):
+    gate = asyncio.Event()
+    worker = await scripted([gate, *scripted.json({"input_tokens": 7})])
+    at = await coordinator(fleet, "alone", pools={"decode": {"endpoints": [worker.url]}})
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "x"}]}
+    asking = asyncio.ensure_future(at.post("/v1/messages/count_tokens", body))
+    await eventually(lambda: worker.received)
+    assert at.front.in_flight == 1 and not at.front.idle.is_set()
+    assert await at.count("coordinator_requests_in_flight", route="count_tokens") == 1
+    gate.set()
+    assert (await asking).status == 200
+    await eventually(at.front.idle.is_set)
 
 
 async def test_a_token_count_that_is_refused_tells_so_as_anthropic_does(coordinator, fleet):
