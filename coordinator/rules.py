@@ -365,10 +365,6 @@ def steps_suit_the_fleet(layout: Layout) -> Iterator[Fault]:
                 path = placed.path("params", "use_openai_format") if own else ("pipeline", "use_openai_format")
                 yield path, f"the workers behind {kind.name} have no route for token ids, write true"
         if not kind.decodes_alone:
-            for name in ("min_uncached_tokens", "min_output_tokens"):
-                if placed.param(name):
-                    why = f"a decode worker behind {kind.name} computes no prompts"
-                    yield placed.path("params", name), f"{why}, take it out"
             for name in ("on_prefill_failure", "on_missing_handover"):
                 if getattr(layout.config.pipeline, name) == "decode_alone":
                     yield ("pipeline", name), f"a decode worker behind {kind.name} computes no prompts, write fail"
@@ -376,9 +372,11 @@ def steps_suit_the_fleet(layout: Layout) -> Iterator[Fault]:
 
 def skipping_prefill_can_be_judged(layout: Layout) -> Iterator[Fault]:
     for placed in layout.of("prefill", "prefill-decode"):
+        kind = KV_CONNECTORS[layout.connector(placed)]
         for name in ("min_uncached_tokens", "min_output_tokens"):
-            if placed.param(name) and not KV_CONNECTORS[layout.connector(placed)].decodes_alone:
-                yield placed.path("params", name), "a decode worker of this connector computes no prompts, take it out"
+            if placed.param(name) and not kind.decodes_alone:
+                why = f"a decode worker behind {kind.name} computes no prompts"
+                yield placed.path("params", name), f"{why}, take it out"
         if not placed.param("min_uncached_tokens"):
             continue
         path, decode = placed.path("params", "min_uncached_tokens"), _pool(layout.config, "decode")

@@ -467,8 +467,9 @@ def test_what_sglang_workers_cannot_do_is_refused(refused) -> None:
         f"pipeline.use_openai_format: {behind} no route for token ids, write true",
     ]
     no_prompts = "a decode worker behind kv-sglang computes no prompts, take it out"
-    told = refused(step("prefill-decode", min_output_tokens=2), **fleet)
-    assert f"pipeline.steps[0].params.min_output_tokens: {no_prompts}" in told
+    assert refused(step("prefill-decode", min_output_tokens=2), **fleet) == [
+        f"pipeline.steps[0].params.min_output_tokens: {no_prompts}"
+    ]
     alone = "a decode worker behind kv-sglang computes no prompts, write fail"
     assert refused("prefill-decode", **fleet, on_prefill_failure="decode_alone", on_missing_handover="decode_alone") == [
         f"pipeline.on_prefill_failure: {alone}",
