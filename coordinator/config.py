@@ -227,8 +227,9 @@ class Gateway(Section, Outbound):
     max_idle_conns_per_host: Count = Field(100, description="keep-alive connections that are kept open")
     idle_conn_timeout: Duration = Field(90.0, description="how long an idle connection is kept; 0 is for ever")
     timeout: Duration = Field(
-        60.0,
-        description="time until a leg's response headers; bodies and streams are not bounded; 0 is no limit",
+        0.0,
+        description="time until a leg's response headers, which a long prompt or an unstreamed answer may take minutes "
+        "for; 0 is no limit (llm-d: 60s)",
     )
 
 

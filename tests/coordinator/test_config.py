@@ -55,13 +55,14 @@ def test_defaults_are_those_of_llm_d(read) -> None:
     assert config.pipeline.use_openai_format is True
     assert config.pipeline.forward_response_headers == ("x-llm-d-disagg-revision",)
     gateway = read("gateway: {address: 'http://g'}\n" + STEPS).gateway
-    assert (gateway.max_idle_conns_per_host, gateway.idle_conn_timeout, gateway.timeout) == (100, 90.0, 60.0)
+    assert (gateway.max_idle_conns_per_host, gateway.idle_conn_timeout) == (100, 90.0)
 
 
-def test_defaults_that_differ_from_llm_d_are_plain_http_and_one_port(read) -> None:
-    server = read(STEPS).server
-    assert server.secure_serving is False
-    assert server.metrics_port is None
+def test_defaults_that_differ_from_llm_d_are_plain_http_one_port_and_no_limit_on_a_gateway(read) -> None:
+    config = read("gateway: {address: 'http://g'}\n" + STEPS)
+    assert config.server.secure_serving is False
+    assert config.server.metrics_port is None
+    assert config.gateway.timeout == 0
 
 
 def test_the_connectors_are_those_that_the_envelope_knows(read) -> None:

@@ -25,6 +25,7 @@ def fast_clock(monkeypatch):
 
 # What ends before decode begins may well take a few of our milliseconds.
 PATIENT = {"prefill": {"connect_timeout": "1h"}, "decode": {"connect_timeout": "1h"}}
+SERVER = {"heartbeat_after": None, "read_timeout": "1h"}
 
 
 @pytest.mark.parametrize(
@@ -33,7 +34,22 @@ PATIENT = {"prefill": {"connect_timeout": "1h"}, "decode": {"connect_timeout": "
 async def test_an_answer_that_takes_many_minutes_is_not_cut(coordinator, fleet, ask, monkeypatch, shape, stream):
     """S26: tokens 10 s apart, or one answer after 600 s, with the defaults of every limit on answers."""
     steps = PATIENT | ({} if shape == "openai" else {"render": {"timeout": "1h"}})
-    at = await coordinator(fleet, shape, steps=steps, server={"heartbeat_after": None, "read_timeout": "1h"})
+    at = await coordinator(fleet, shape, steps=steps, server=SERVER)
+    await answers_late(at, fleet, ask, monkeypatch, stream)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_nor_is_one_that_comes_through_a_gateway(coordinator, fleet, ask, monkeypatch, stream):
+    """S26, D2: llm-d's coordinator waits 60 s for the head of a leg, which a whole answer takes all its time for."""
+    gateway = {"address": fleet.decode.url}
+    at = await coordinator(
+        fleet, "alone", pools={"decode": None}, gateway=gateway, steps={"decode": PATIENT["decode"]}, server=SERVER
+    )
+    await answers_late(at, fleet, ask, monkeypatch, stream)
+
+
+async def answers_late(at, fleet, ask, monkeypatch, stream):
+    """Ask, and have the worker take 10 s for each token."""
     fleet.decode.behave.itl_s = 10.0
     with fast_clock(monkeypatch) as elapsed:
         async with at.open("/v1/chat/completions", ask("Count to 20.", stream=stream)) as live:
