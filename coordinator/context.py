@@ -6,16 +6,16 @@ slot                  set by                  read by
 ``body``              server; another in its  every step, respond
                       place by
                       replace-media-urls
-``rendered``          render                  conditional-decode, encode, prefill, decode
+``rendered``          render                  encode, prefill, decode, derender, routing, respond
 ``ec_params``         encode                  prefill, decode (where there was no prefill)
 ``prefilled``         prefill                 decode
 ``handover``          prefill                 decode, pipeline (to begin again), release
 ``handover_at``       prefill                 decode
-``handover_fetched``  upstream                release
+``handover_fetched``  upstream                release, prefill-decode
 ``abandoned``         pipeline                release
 ``heard``             upstream                pipeline (what a step's answers say for later legs)
 ``carried``           pipeline, routing       upstream (headers of later legs)
-``on_late_handover``  server                prefill, when its answer comes after the client has left
+``on_late_handover``  server                prefill and upstream, when it is known only after the client has left
 ``failed``            upstream                upstream (workers to avoid when a leg is made again)
 ``prompt_tokens``     routing                 routing (what a leg weighs)
 ``blocks``            routing                 routing (what the prompt begins with)
@@ -27,7 +27,7 @@ slot                  set by                  read by
 ``answer``            conditional-decode,     pipeline, respond
                       decode, derender
 ``attempts``          upstream                pipeline
-``legs``              pipeline, respond       the access log and the metrics
+``legs``              pipeline                the access log, the metrics, Server-Timing
 ====================  ======================  ==========================================
 
 prefill-decode is a prefill and a decode here. It also sets ``handover`` itself, before either leg is out, where decode
@@ -211,7 +211,7 @@ class RequestContext:
         self.handover, self.handover_fetched, self.prefilled = None, False, False
 
     def unfetched(self) -> list[Mapping[str, Any]]:
-        """Return the hand-overs that no decode worker can have read."""
+        """Return the hand-overs that no decode worker is known to have read."""
         current = [] if self.handover is None or self.handover_fetched else [self.handover]
         return [*self.abandoned, *current]
 

@@ -14,6 +14,7 @@ Source: vLLM 0.33 with NIXL; a leg of one token, read to its end, frees the bloc
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from coordinator.logs import log
@@ -68,9 +69,11 @@ class Releaser:
 
     async def _deliver(self, ctx: RequestContext, handover: Mapping[str, Any]) -> None:
         outcome = "delivered"
+        # What becomes of this one is no word on the request's others, which may be under way at the same time.
+        own = replace(ctx, handover=None, handover_fetched=False, abandoned=[], failed=[*ctx.failed])
         try:
             async with asyncio.timeout(_DEADLINE_S), self._places:
-                await self._fetch(ctx, self._leg(ctx, handover))
+                await self._fetch(own, self._leg(own, handover))
         except (ApiError, TimeoutError) as error:
             outcome = type(error).__name__
             log.warning("request %s: its hand-over stays on prefill until the lease ends: %s", ctx.request_id, error)
