@@ -124,6 +124,8 @@ def _load(context: ssl.SSLContext, certificate: str, key: str) -> None:
         if error.reason == "KEY_VALUES_MISMATCH":
             raise ValueError(f"{certificate} and {key} do not belong together") from None
         raise ValueError(f"{certificate} or {key} is broken, or the key wants a password") from None
+    except OSError as error:  # taken away since they were looked at
+        raise ValueError(f"{certificate} or {key} cannot be read: {error.strerror}") from None
 
 
 def _no_password() -> str:

@@ -152,6 +152,18 @@ async def test_half_of_a_new_pair_does_not_take_the_old_one_away(folder: Callabl
     assert (await served(certificate, trusting("rsa")))[2] == der("rsa")
 
 
+def test_a_pair_that_is_taken_away_while_it_is_read_leaves_the_old_one(
+    folder: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = folder()
+    certificate = Certificate(path)
+    there = certificate._current
+    monkeypatch.setattr("coordinator.tls._must_hold", lambda file, label: Path(path, "tls.key").unlink(missing_ok=True))
+    with pytest.raises(ValueError, match=r"tls\.key cannot be read: No such file or directory"):
+        certificate.read()
+    assert certificate._current is there
+
+
 async def test_the_lowest_version_and_the_suites_hold_after_a_renewal_too(folder: Callable[..., str]) -> None:
     suite = "TLS_ECDHE_RSA_WITH_AES_128_GCM_SHA256"
     certificate = Certificate(folder("rsa"), "VersionTLS12", [suite])
