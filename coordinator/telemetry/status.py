@@ -141,15 +141,17 @@ def together(told: Sequence[Told], processes: int) -> Told:
         "processes": {"wanted": processes, "told": [one["process"] for one in told]},
         "problems": list(dict.fromkeys(problem for one in told for problem in one["process"]["problems"])),
         "pipeline": first["pipeline"],
-        "pools": [
-            {**pool, "workers": _workers([one["pools"][index]["workers"] for one in told if len(one["pools"]) > index])}
-            for index, pool in enumerate(first["pools"])
-        ],
+        "pools": [{**pool, "workers": _workers(_of(pool["role"], told))} for pool in first["pools"]],
         "in_flight": sum(one["in_flight"] for one in told),
         "queued": sum(one["queued"] for one in told),
         "outcomes": dict(outcomes),
         "requests": requests[:KEPT],
     }
+
+
+def _of(role: str, told: Sequence[Told]) -> list[Sequence[Told]]:
+    """Return a role's workers as each process has them; while a file is rolled out, not all may have the role."""
+    return [pool["workers"] for one in told for pool in one["pools"] if pool["role"] == role]
 
 
 def _workers(told: Sequence[Sequence[Told]]) -> list[Told]:

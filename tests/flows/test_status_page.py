@@ -192,6 +192,14 @@ def test_several_processes_are_one_view() -> None:
     assert [one["at"] for one in view["requests"]] == [2.0] * 40 + [1.0] * 10
 
 
+def test_while_a_file_is_rolled_out_each_role_keeps_its_own_workers() -> None:
+    old, new = process(1, 2, "well"), process(2, 3, "well")
+    new["pools"].insert(0, {"role": "prefill", "workers": [{"url": "http://p", "in_flight": 9, "state": "well"}]})
+    pools = together([new, old], 2)["pools"]
+    legs = {pool["role"]: [worker["in_flight"] for worker in pool["workers"]] for pool in pools}
+    assert legs == {"prefill": [9], "decode": [5]}
+
+
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium here; Debian's package is called chromium")
 async def test_a_browser_shows_it_on_a_desk_and_on_a_phone_by_day_and_by_night(
     site: Any, ask: Any, eventually: Any, tmp_path: Path
