@@ -197,6 +197,8 @@ class Pages:
             told = await self._gather()
         except TimeoutError:
             return web.Response(status=503, text="the supervisor of this process does not answer\n")
+        if not told:  # each has more to do than it can just now
+            return web.Response(status=503, text="no process told of itself in time\n")
         return web.Response(
             body=dumps(together(told, self._processes)), content_type="application/json", headers=_HEADERS
         )

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import pytest
 import yaml
+from aiohttp import web
 
 from coordinator.config import load
 from coordinator.serve import Alone, serve
-from coordinator.telemetry.status import together
+from coordinator.telemetry.status import Pages, together
 from tests.flows.browser import CHROMIUM, tab
 from tests.flows.conftest import config_tree
 
@@ -198,6 +199,16 @@ def test_while_a_file_is_rolled_out_each_role_keeps_its_own_workers() -> None:
     pools = together([new, old], 2)["pools"]
     legs = {pool["role"]: [worker["in_flight"] for worker in pool["workers"]] for pool in pools}
     assert legs == {"prefill": [9], "decode": [5]}
+
+
+async def test_that_no_process_tells_of_itself_in_time_is_told(aiohttp_client: Any) -> None:
+    async def nobody() -> Sequence[dict[str, Any]]:
+        return []
+
+    app = web.Application()
+    app.add_routes(Pages(nobody, 2).routes())
+    answer = await (await aiohttp_client(app)).get("/status.json")
+    assert (answer.status, await answer.text()) == (503, "no process told of itself in time\n")
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium here; Debian's package is called chromium")
