@@ -297,10 +297,25 @@ class Front:
         return web.Response(text="ok\n")
 
     async def _readyz(self, request: web.Request) -> web.StreamResponse:
-        problems = ["shutting down"] if self.draining else self.plan.readiness.problems()
-        if problems:
-            return web.Response(status=503, text="".join(f"{problem}\n" for problem in problems))
-        return web.Response(text="".join(f"{line}\n" for line in ("ok", *self.plan.readiness.notes())))
+        """Say whether requests can be served, and why not: to those with a key, where there are keys.
+
+        Problems name workers by their addresses, and a probe goes by the status alone.
+        """
+        readiness, trusted = self.plan.readiness, self._has_key(request)
+        problems = ["shutting down"] if self.draining else readiness.problems()
+        if problems and not trusted:
+            problems = ["not ready; the log says why, and so does this page to those who send a key"]
+        notes = readiness.notes() if trusted else ()
+        lines = problems or ("ok", *notes)
+        return web.Response(status=503 if problems else 200, text="".join(f"{line}\n" for line in lines))
+
+    def _has_key(self, request: web.Request) -> bool:
+        try:
+            if self.plan.keys is not None:
+                self.plan.keys.check(request.headers)
+        except ApiError:
+            return False
+        return True
 
     async def _guarded_metrics(self, request: web.Request) -> web.StreamResponse:
         """Answer /metrics on the main port, where clients are: they tell of everybody's load."""

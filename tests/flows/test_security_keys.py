@@ -177,9 +177,11 @@ async def test_a_worker_s_401_is_our_fault_where_the_key_is_ours(keyed, fleet_of
     assert "pools.decode.api_key must be the key that it was started with" in got.error["message"]
 
     async def told():
-        return "pools.decode.api_key must be the key" in (await at.get("/readyz")).raw.decode()
+        return "pools.decode.api_key must be the key" in (await at.get("/readyz", BEARER)).raw.decode()
 
     await eventually(told)
+    anybody = await at.get("/readyz")
+    assert (anybody.status, "127.0.0.1" in anybody.raw.decode()) == (503, False)
 
 
 async def test_a_worker_s_401_is_the_client_s_where_the_key_is_the_client_s(coordinator, fleet_of):
