@@ -55,7 +55,7 @@ class Patience:
 
 
 PATIENCE = web.AppKey("patience", Patience)
-# Told of every request that is refused before a route has it: its id, and why.
+# Told of every request that is refused before a route has it: its id, and why. (To mypy, Callable is not a class.)
 REFUSED: web.AppKey[Callable[[str, ApiError], None]] = web.AppKey("refused", Callable)  # type: ignore[arg-type]
 
 _FOR_EVER_S = 1e9  # aiohttp takes 0 for "no second request"
@@ -269,10 +269,10 @@ class Runner(web.AppRunner):
         )
 
     async def _make_server(self) -> Any:
-        server = await super()._make_server()
+        server: Any = await super()._make_server()
         server.__class__ = _Server  # aiohttp has no public way to choose the request handler's class
-        server.patience = self._patience  # type: ignore[attr-defined]
-        server.refused = self._refused  # type: ignore[attr-defined]
+        server.patience = self._patience
+        server.refused = self._refused
         return server
 
 

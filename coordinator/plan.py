@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Any
 
+    from multidict import CIMultiDictProxy
+
     from coordinator.admission import Admission
     from coordinator.config import Config
     from coordinator.derender.held import HeldParsers
@@ -68,6 +70,14 @@ class Plan:
     in_use: int = field(default=0, init=False)
     _retired: bool = field(default=False, init=False)
     _over: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+
+    def check_key(self, headers: CIMultiDictProxy[str]) -> None:
+        """
+        Raises:
+            Unauthorized: clients need a key, and none came that is good.
+        """
+        if self.keys is not None:
+            self.keys.check(headers)
 
     def enter(self) -> None:
         """Count a request that begins."""

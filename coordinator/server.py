@@ -184,8 +184,7 @@ class Front:
         Raises:
             Unauthorized, Unavailable.
         """
-        if plan.keys is not None:
-            plan.keys.check(request.headers)
+        plan.check_key(request.headers)
         if self.draining:
             raise Unavailable("this coordinator is shutting down; ask again", headers=_DRAINING)
 
@@ -311,8 +310,7 @@ class Front:
 
     def _has_key(self, request: web.Request) -> bool:
         try:
-            if self.plan.keys is not None:
-                self.plan.keys.check(request.headers)
+            self.plan.check_key(request.headers)
         except ApiError:
             return False
         return True
@@ -321,8 +319,7 @@ class Front:
         """Answer /metrics on the main port, where clients are: they tell of everybody's load."""
         plan = self.plan
         try:
-            if plan.keys is not None:
-                plan.keys.check(request.headers)
+            plan.check_key(request.headers)
         except ApiError as error:
             return await refuse(request, None, request_id(request.headers.get("X-Request-Id")), error, plan.manner)
         return await self.metrics_page(request)

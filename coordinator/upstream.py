@@ -107,8 +107,7 @@ class HttpUpstream:
         return self.links[role].router.serves(ctx)
 
     def choose(self, ctx: RequestContext, role: str, needs: str = "") -> Worker:
-        router = self.links[role].router
-        if worker := router.pick(ctx, ctx.failed, needs) or router.pick(ctx, (), needs):
+        if worker := _first_choice(ctx, self.links[role].router, needs):
             return worker
         raise NoWorker(role, f"there is no {role} worker", headers={"Retry-After": "1"})
 
@@ -162,10 +161,7 @@ class HttpUpstream:
         self._budget.deposit()
         begun = asyncio.get_running_loop().time()
         needs = leg.needs
-        if leg.to is not None:
-            worker: Worker | None = _worker(leg.to)
-        else:
-            worker = router.pick(ctx, ctx.failed, needs) or router.pick(ctx, (), needs)
+        worker = _first_choice(ctx, router, needs) if leg.to is None else _worker(leg.to)
         while worker is not None:
             call = Call(leg, worker, self._pools[leg.role], len(tried), begun, router.sending(ctx, worker))
             call.watched = watched = self._watcher.begin(ctx, leg, worker, len(tried))
@@ -292,6 +288,11 @@ class HttpUpstream:
         if limit is None:
             limit = self.links[call.leg.role].first_byte_s
         return earliest(call.began + limit if limit else None, call.ends_at)
+
+
+def _first_choice(ctx: RequestContext, router: Router, needs: str) -> Worker | None:
+    """Return a worker that has not failed this request, or else one that has: it may be the only one."""
+    return router.pick(ctx, ctx.failed, needs) or router.pick(ctx, (), needs)
 
 
 def _worker(peer: Peer) -> Worker:

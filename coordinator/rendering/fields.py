@@ -8,6 +8,7 @@ Source: vLLM 0.33 ``entrypoints/openai/{chat_completion,completion}/protocol.py`
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -148,13 +149,14 @@ class ClientFields(ReadFields):
         return next((value for name in self.max_tokens_names if (value := getattr(self, name)) is not None), None)
 
     @property
+    @abstractmethod
     def sampled_logprobs(self) -> int | None:
-        raise NotImplementedError
+        """How many logprobs each output token has."""
 
     @property
+    @abstractmethod
     def echoed_logprobs(self) -> int | None:
         """How many logprobs of the prompt an echo has."""
-        raise NotImplementedError
 
     @property
     def only_echoes(self) -> bool:

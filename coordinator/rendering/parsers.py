@@ -207,8 +207,8 @@ class Parsers:
 
 
 def _without_parser(fields: ChatFields) -> str:
-    if fields.tool_choice == "auto":
+    choice = fields.tool_choice
+    if choice == "auto":
         return '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set'
-    named = isinstance(fields.tool_choice, NamedTool)
-    said = f'function "{fields.tool_choice.function.name}"' if named else f'"{fields.tool_choice}"'  # type: ignore[union-attr]
+    said = f'function "{choice.function.name}"' if isinstance(choice, NamedTool) else f'"{choice}"'
     return f"tool_choice={said} requires --tool-call-parser to be set"

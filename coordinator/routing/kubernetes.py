@@ -108,6 +108,7 @@ def _in_pod(configuration: client.Configuration) -> str | None:
     """Take the pod's service account, and return its namespace; None outside of a cluster."""
     if not os.environ.get("KUBERNETES_SERVICE_HOST"):
         return None
+    # The client's own annotations leave this function out.
     config.load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
     return _NAMESPACE_FILE.read_text().strip()
 

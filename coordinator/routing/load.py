@@ -144,9 +144,9 @@ class LoadWatch:
 
     async def _report(self, worker: Worker, session: aiohttp.ClientSession) -> Report | None:
         in_flight, now = worker.in_flight, asyncio.get_running_loop().time()
-        manner = {"headers": worker.headers, "ssl": self._asking.tls or True, "allow_redirects": False}
         try:
-            async with session.get(f"{worker.url}/metrics", **manner) as answer:  # type: ignore[arg-type]
+            url, tls = f"{worker.url}/metrics", self._asking.tls or True
+            async with session.get(url, headers=worker.headers, ssl=tls, allow_redirects=False) as answer:
                 if answer.status != 200:
                     return None
                 page = await _whole(answer)
