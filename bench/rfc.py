@@ -14,7 +14,6 @@ import argparse
 import asyncio
 import contextlib
 import json
-import shlex
 import signal
 import subprocess
 import sys
@@ -50,7 +49,7 @@ from bench.rfc_cells import (
     Workers,
 )
 from bench.rfc_load import CHAT, GENERATE, Load
-from bench.run import dumped, machine, versions
+from bench.run import dumped, machine, shown_command, versions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -254,7 +253,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         over = bench.over()
     return {
         **facts,
-        "command": shown_command(),
+        "command": shown_command("make bench-rfc"),
         "stopped": f"the {options.budget_s:g} s were spent" if over else None,
         "wall_s": round(time.monotonic() - began, 1),
         "left_out": bench.left_out,
@@ -267,13 +266,6 @@ def _python() -> Path:
     from tests.e2e import vllm_env
 
     return vllm_env.ensure(vllm_env.DEFAULT_VERSION)
-
-
-def shown_command() -> str:
-    words = sys.argv[1:]
-    if "--out" in words:
-        del words[words.index("--out") : words.index("--out") + 2]
-    return f'make bench-rfc ARGS="{shlex.join(words)}"' if words else "make bench-rfc"
 
 
 def main() -> int:

@@ -415,12 +415,12 @@ def dumped(results: dict[str, Any]) -> str:
     return f'{head[:-2]},\n "records": [\n{rows}\n ]\n}}\n'
 
 
-def shown_command() -> str:
+def shown_command(target: str = "make bench") -> str:
     """Return how this run was started; where its results went is nobody's business."""
     words = sys.argv[1:]
     if "--out" in words:
         del words[words.index("--out") : words.index("--out") + 2]
-    return f'make bench ARGS="{shlex.join(words)}"' if words else "make bench"
+    return f'{target} ARGS="{shlex.join(words)}"' if words else target
 
 
 def main() -> int:

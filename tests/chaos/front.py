@@ -8,14 +8,10 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from aiohttp import web
-
-from coordinator.app import FRONT, build
 from coordinator.config import Config
-from coordinator.listener import Runner
 from coordinator.retry import RetryBudget
 from tests.chaos.parrot import Parrot
-from tests.flows.conftest import BOUND_S, Running, merged, poll
+from tests.flows.conftest import Running, listening, merged, poll
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
@@ -68,15 +64,7 @@ async def fronted(shape: str, **limits: str) -> AsyncIterator[tuple[Running, Par
                 ],
             },
         }
-        config = Config.model_validate(tree)
-        app = build(config)
-        runner = Runner(app, config.server.max_header_size)
-        await runner.setup()
-        stack.push_async_callback(runner.cleanup)
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        async with asyncio.timeout(BOUND_S):
-            await app[FRONT].plan.readiness.until_ready()
-        yield Running(runner, app, config), parrot
+        yield await listening(stack, Config.model_validate(tree)), parrot
 
 
 async def say(at: Running, raw: bytes, *, expects: int = 1) -> bytes:

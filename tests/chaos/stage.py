@@ -11,23 +11,19 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
-from aiohttp import web
-
 from coordinator import release
-from coordinator.app import FRONT, build
 from coordinator.config import Config
-from coordinator.listener import Runner
 from coordinator.logs import access
 from coordinator.retry import RetryBudget
 from coordinator.sim import Fault, SimFleet
 from tests.chaos.client import PATHS, body_of, read, wrong
 from tests.chaos.oracle import expect
 from tests.flows.chaos import hang_up
-from tests.flows.conftest import BOUND_S, Got, Running, config_tree, exchange, poll
+from tests.flows.conftest import BOUND_S, Got, Running, config_tree, exchange, listening, poll
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Sequence
 
     from coordinator.sim import SimWorker
     from tests.chaos.cells import Cell, Setup
@@ -132,16 +128,8 @@ class Stage:
             self._lines.access.clear()
         elif cell.row.fault is not None and cell.row.fault.drop:
             await hang_up(*workers)
-        fault = cell.row.fault
-        if fault is None:
-            for worker in workers if cell.lasting else workers[:1]:
-                await worker.refuse_connections()
-        elif cell.lasting:
-            for worker in workers:
-                worker.behave.fault = fault
-        else:
-            first = [Fault()] if self._setup.probes and cell.phase == "decode" else []
-            workers[0].behave.next(*first, fault)
+        probe = [Fault()] if self._setup.probes and cell.phase == "decode" else []
+        await spoil(workers, cell, *probe)
 
     async def _restore(self, cell: Cell) -> None:
         for role in ("render", "encode", "prefill", "decode"):
@@ -283,6 +271,19 @@ def _samples(metric: Any) -> list[Any]:
     return [sample for family in metric.collect() for sample in family.samples]
 
 
+async def spoil(workers: Sequence[SimWorker], cell: Cell, *before: Fault) -> None:
+    """Have legs meet a cell's fault: all of them, or one, behind those that meet ``before``."""
+    fault = cell.row.fault
+    if fault is None:
+        for worker in workers if cell.lasting else workers[:1]:
+            await worker.refuse_connections()
+    elif cell.lasting:
+        for worker in workers:
+            worker.behave.fault = fault
+    else:
+        workers[0].behave.next(*before, fault)
+
+
 @asynccontextmanager
 async def stage(setup: Setup, lines: Lines, rng: random.Random) -> AsyncIterator[Stage]:
     """Start the fleet and the coordinator of a set-up."""
@@ -294,15 +295,8 @@ async def stage(setup: Setup, lines: Lines, rng: random.Random) -> AsyncIterator
         fleet = await stack.enter_async_context(
             SimFleet(encodes=encodes, prefills=setup.workers, decodes=setup.workers)
         )
-        config = Config.model_validate(_tree(setup, fleet))
-        app = build(config)
-        runner = Runner(app, config.server.max_header_size)
-        await runner.setup()
-        stack.push_async_callback(runner.cleanup)
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        async with asyncio.timeout(BOUND_S):
-            await app[FRONT].plan.readiness.until_ready()
-        yield Stage(setup, fleet, Running(runner, app, config), lines, rng)
+        at = await listening(stack, Config.model_validate(_tree(setup, fleet)))
+        yield Stage(setup, fleet, at, lines, rng)
 
 
 def _tree(setup: Setup, fleet: SimFleet) -> dict[str, Any]:

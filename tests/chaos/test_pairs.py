@@ -5,17 +5,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import pytest
-from aiohttp import web
 
 from coordinator import release
-from coordinator.app import FRONT, build
 from coordinator.config import Config
-from coordinator.listener import Runner
 from coordinator.retry import RetryBudget
 from coordinator.sim import Settings, SimFleet
 from steps import prefill_decode
@@ -24,9 +21,9 @@ from tests.chaos.client import PATHS, body_of, read, wrong
 from tests.chaos.faults import ROWS
 from tests.chaos.oracle import ANSWER, Expected
 from tests.chaos.report import LINES
-from tests.chaos.stage import Lines
+from tests.chaos.stage import Lines, spoil
 from tests.flows.chaos import hang_up
-from tests.flows.conftest import BOUND_S, Running, config_tree, exchange, poll
+from tests.flows.conftest import BOUND_S, Running, config_tree, exchange, listening, poll
 from tests.flows.pairs import KINDS
 
 if TYPE_CHECKING:
@@ -98,14 +95,7 @@ class Stage:
 
     async def _spoil(self, cell: Cell) -> None:
         workers, fault = self._roles[cell.phase], cell.row.fault
-        if fault is None:
-            for worker in workers if cell.lasting else workers[:1]:
-                await worker.refuse_connections()
-        elif cell.lasting:
-            for worker in workers:
-                worker.behave.fault = fault
-        else:
-            workers[0].behave.next(fault)
+        await spoil(workers, cell)
         if fault is not None and fault.drop:
             await hang_up(*workers)
 
@@ -147,16 +137,8 @@ async def stage(fleet: SimFleet, limits: dict[str, str], lines: Lines, rng: rand
     well = {"health": {"failures": 0}}  # a worker that was left out would decide the next cells
     changes: dict[str, Any] = {"server": {"readiness_interval": "1h"}, "pools": {"prefill": well, "decode": well}}
     config = Config.model_validate(config_tree(fleet, "pair", {"prefill-decode": limits}, changes))
-    app = build(config)
-    runner = Runner(app, config.server.max_header_size)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        async with asyncio.timeout(BOUND_S):
-            await app[FRONT].plan.readiness.until_ready()
-        yield Stage(fleet, Running(runner, app, config), lines, rng)
-    finally:
-        await runner.cleanup()
+    async with AsyncExitStack() as stack:
+        yield Stage(fleet, await listening(stack, config), lines, rng)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -166,7 +148,7 @@ async def test_whatever_goes_wrong_with_one_leg_of_a_pair(kind: str, rng: random
     rng.shuffle(chosen)
     chosen = chosen if full else chosen[: int(os.environ.get("CHAOS_CELLS") or SHORT)]
     lines, faults = Lines(), list[str]()
-    settings = Settings(kv=kind)  # type: ignore[arg-type]
+    settings = Settings(kv=kind)
     # A delivery may meet a worker that hangs, and so may a prefill that runs on.
     short = patch.object(release, "_DEADLINE_S", 0.5), patch.object(prefill_decode, "_RUNS_ON_S", 0.5)
     with lines.listening(), short[0], short[1]:

@@ -88,6 +88,17 @@ async def asked(made: Pool, worker: Worker, **options: Any) -> tuple[Connection,
     return connection, b"".join(parts)
 
 
+async def used_pair(made: Pool, worker: Worker) -> list[Connection]:
+    """Have two connections at a time, make an exchange on each, and give them back."""
+    pair = [await made.acquire(worker.origin, 1.0) for _ in range(2)]
+    for connection in pair:
+        connection.send(request_head("POST", worker.origin, "/x", [], 2), b"{}")
+        await connection.head()
+        assert await connection.read() == b"abcde"
+        made.release(worker.origin, connection)
+    return pair
+
+
 @pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
 async def test_an_answer_cut_at_any_byte_is_the_same(start: Any, answer: bytes) -> None:
     cuts = range(1, len(answer))
@@ -165,12 +176,7 @@ async def test_a_connection_that_the_worker_will_close_is_not_kept(start: Any, a
 async def test_no_more_connections_are_kept_than_the_cap(start: Any) -> None:
     worker = await start([SIZED], [SIZED], [SIZED])
     async with pool(idle=1) as made:
-        pair = [await made.acquire(worker.origin, 1.0) for _ in range(2)]
-        for connection in pair:
-            connection.send(request_head("POST", worker.origin, "/x", [], 2), b"{}")
-            await connection.head()
-            assert await connection.read() == b"abcde"
-            made.release(worker.origin, connection)
+        pair = await used_pair(made, worker)
         assert [connection.alive for connection in pair] == [True, False]
 
 
@@ -187,12 +193,7 @@ async def test_connections_that_nobody_comes_to_are_closed_when_their_time_is_ov
     """The last one kept is taken first, so those of a busy minute stay below it."""
     worker = await start([SIZED], [SIZED], [SIZED])
     async with pool(idle_s=0.05) as made:
-        pair = [await made.acquire(worker.origin, 1.0) for _ in range(2)]
-        for connection in pair:
-            connection.send(request_head("POST", worker.origin, "/x", [], 2), b"{}")
-            await connection.head()
-            assert await connection.read() == b"abcde"
-            made.release(worker.origin, connection)
+        pair = await used_pair(made, worker)
         pair[0].idle_since -= 1
         pair[1].idle_since += 60
         assert (await made.acquire(worker.origin, 1.0)) is pair[1]

@@ -445,6 +445,19 @@ def hasty_release(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(release, "_AGAIN_AFTER_S", (0.01, 0.02))
 
 
+async def listening(stack: AsyncExitStack, config: Config, *, ready: bool = True) -> Running:
+    """Start the coordinator of a configuration, which ends with the stack; ``ready`` waits until it is."""
+    app = build(config)
+    runner = Runner(app, config.server.max_header_size)
+    await runner.setup()
+    stack.push_async_callback(runner.cleanup)
+    await web.TCPSite(runner, "127.0.0.1", 0, backlog=2048).start()
+    if ready:
+        async with asyncio.timeout(BOUND_S):
+            await app[FRONT].plan.readiness.until_ready()
+    return Running(runner, app, config)
+
+
 @pytest.fixture
 async def coordinator(
     fleet_of: Any, stack: AsyncExitStack, excuse: Excuses
@@ -466,15 +479,7 @@ async def coordinator(
         **changes: Any,
     ) -> Running:
         config = Config.model_validate(config_tree(fleet, shape, steps or {}, changes))
-        app = build(config)
-        runner = Runner(app, config.server.max_header_size)
-        await runner.setup()
-        stack.push_async_callback(runner.cleanup)
-        await web.TCPSite(runner, "127.0.0.1", 0, backlog=2048).start()
-        running.append(Running(runner, app, config))
-        if ready:
-            async with asyncio.timeout(BOUND_S):
-                await app[FRONT].plan.readiness.until_ready()
+        running.append(await listening(stack, config, ready=ready))
         return running[-1]
 
     yield start

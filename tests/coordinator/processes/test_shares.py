@@ -52,7 +52,7 @@ def test_one_process_has_all_of_it() -> None:
 )
 def test_a_limit_that_would_be_none_for_somebody_is_refused(limits: tuple[int, int], path: str) -> None:
     with pytest.raises(ConfigError) as told:
-        build(config(2, limits[0], 100, limits[1]), NoEvents())  # type: ignore[arg-type]
+        build(config(2, limits[0], 100, limits[1]), NoEvents())
     (problem,) = told.value.problems
     assert problem.endswith(f"{path}: 1 cannot be divided among the 2 processes of server.workers, write 2 or more")
 
@@ -62,8 +62,8 @@ def test_the_places_at_render_servers_are_divided_too() -> None:
     tree = config(2, 0, 100, 0).model_dump(mode="json", exclude_unset=True)
     tree["pools"]["render"], tree["pipeline"]["steps"] = render, [{"type": "render"}, {"type": "decode"}]
     with pytest.raises(ConfigError, match=r"pools\.render\.max_inflight: 1 cannot be divided among the 2 processes"):
-        build(Config.model_validate(tree), NoEvents())  # type: ignore[arg-type]
+        build(Config.model_validate(tree), NoEvents())
 
 
 def test_as_many_as_there_are_processes_is_enough() -> None:
-    build(config(2, 2, 0, 2), NoEvents())  # type: ignore[arg-type]
+    build(config(2, 2, 0, 2), NoEvents())
