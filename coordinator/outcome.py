@@ -41,7 +41,8 @@ class Outcome:
         self.result, self.status = result, result.response.status
         self.word, self.error = ("ok", None) if result.error is None else ("stream_broken", result.error)
 
-    def fail(self, error: ApiError) -> None:
+    def fail(self, error: ApiError) -> ApiError:
+        """Take in what the client is told, and return it."""
         self.status, self.error = error.status, type(error).__name__
         if isinstance(error, ClientGone):
             self.word = "client_stalled" if isinstance(error, ClientStalled) else "client_gone"
@@ -55,6 +56,7 @@ class Outcome:
             self.word = "bad_request"
         else:
             self.word = {502: "leg_failed", 503: "unavailable", 504: "timeout"}.get(error.status, "internal_error")
+        return error
 
 
 class Recorder:

@@ -119,14 +119,15 @@ class Front:
         except ClientGone as gone:
             outcome.fail(gone)
             return web.Response(status=gone.status)  # never written: the connection is closed
-        except ApiError as error:
-            outcome.fail(error)
-            return await self._refuse(request, api, client_id, error, plan)
+        except Exception as error:
+            return await self._refuse(request, api, client_id, outcome.fail(_told(error, client_id)), plan)
         finally:
             try:
                 if ctx is not None:
                     await ctx.aclose()
                     plan.releaser.release(ctx)
+            except Exception as error:
+                _told(error, client_id)  # the answer is out already, or another failure is on its way
             finally:
                 permit.release()
                 self._leave(api, plan)
@@ -148,14 +149,8 @@ class Front:
                 outcome.done(result)
             except ClientGone:
                 raise
-            except ApiError as error:
-                outcome.fail(error)
-                result = outcome.result = await exchange.fail(error)
-            except Exception:
-                log.exception("request %s failed by a fault of the coordinator", ctx.request_id)
-                fault = InternalError("the coordinator failed; its log has the details")
-                outcome.fail(fault)
-                result = outcome.result = await exchange.fail(fault)
+            except Exception as error:
+                result = outcome.result = await exchange.fail(outcome.fail(_told(error, ctx.request_id)))
         return result.response
 
     async def _refuse(
@@ -256,9 +251,8 @@ class Front:
         except asyncio.CancelledError:
             outcome.fail(ClientGone("the client left"))
             raise
-        except ApiError as error:
-            outcome.fail(error)
-            return await self._refuse(request, api, client_id, error, plan)
+        except Exception as error:
+            return await self._refuse(request, api, client_id, outcome.fail(_told(error, client_id)), plan)
         finally:
             self._leave(route, plan)
             self._recorder.record(route, client_id, None, outcome, self._clock() - begun)
@@ -284,9 +278,8 @@ class Front:
             gone = ClientGone("the client left")
             outcome.fail(gone)
             raise gone from error
-        except ApiError as error:
-            outcome.fail(error)
-            return await self._refuse(request, None, client_id, error, plan)
+        except Exception as error:
+            return await self._refuse(request, None, client_id, outcome.fail(_told(error, client_id)), plan)
         finally:
             permit.release()
             self._leave("proxied", plan)
@@ -333,6 +326,14 @@ class Front:
         except TimeoutError:
             return web.Response(status=503, text="the supervisor of this process does not answer\n")
         return web.Response(body=body, headers={"Content-Type": content_type})
+
+
+def _told(error: Exception, client_id: str) -> ApiError:
+    """Return what the client is told of an error; what is none of the API's is a fault of ours, and is logged."""
+    if isinstance(error, ApiError):
+        return error
+    log.error("request %s failed by a fault of the coordinator", client_id, exc_info=error)
+    return InternalError("the coordinator failed; its log has the details")
 
 
 _DRAINING = {"Retry-After": "1", "Connection": "close"}

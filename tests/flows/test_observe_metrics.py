@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import operator
 
 import pytest
 
@@ -172,3 +173,42 @@ async def test_what_no_route_takes_is_counted_and_has_its_line_too(coordinator, 
         assert (await wire.answer()).status == 431
     assert await at.count("coordinator_requests_total", route="none", outcome="bad_request") == 5
     assert await at.count("coordinator_requests_total") == 5
+
+
+def broken(*_):
+    raise ZeroDivisionError
+
+
+@pytest.mark.parametrize(
+    ("route", "method", "path", "part", "name"),
+    [
+        ("chat", "POST", CHAT, "plan.intake", "read_json"),
+        ("count_tokens", "POST", "/v1/messages/count_tokens", "plan.intake", "read_json"),
+        ("models", "GET", "/v1/models", "plan.questions", "models"),
+        ("proxied", "GET", "/version", "_passage", "pass_on"),
+    ],
+)
+async def test_a_fault_of_our_own_is_counted_once(
+    coordinator, fleet, monkeypatch, caplog, route, method, path, part, name
+):
+    """Its route has told of it already when the listener, which tells of what no route took, comes to see it."""
+    pools = {"decode": {"endpoints": [fleet.decode.url]}}
+    at = await coordinator(fleet, pools=pools, server={"proxied_routes": ["GET /version"]})
+    monkeypatch.setattr(operator.attrgetter(part)(at.front), name, broken)
+    async with at.open(path, {} if method == "POST" else None, method=method) as live:
+        await live.head()
+        got = await live.rest()
+    assert got.status == 500 and got.error["message"].startswith("the coordinator failed; its log has the details")
+    counted = {key: n for key, n in (await at.metrics()).items() if key.startswith("coordinator_requests_total")}
+    assert counted == {f'coordinator_requests_total{{model="",outcome="internal_error",route="{route}"}}': 1}
+    assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [ZeroDivisionError]
+
+
+async def test_a_fault_of_our_own_in_letting_go_does_not_answer_a_second_time(coordinator, fleet, monkeypatch, caplog):
+    at = await coordinator(fleet)
+    monkeypatch.setattr(at.front.plan.releaser, "release", broken)
+    got = await at.chat()
+    assert (got.status, got.whole) == (200, True)
+    counted = {key: n for key, n in (await at.metrics()).items() if key.startswith("coordinator_requests_total")}
+    assert list(counted.values()) == [1] and 'outcome="ok"' in next(iter(counted))
+    assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [ZeroDivisionError]
