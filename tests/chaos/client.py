@@ -6,13 +6,14 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 from tests.chaos.faults import SECRET
-from tests.flows.conftest import Got, chat
+from tests.flows.client import Got
+from tests.flows.conftest import chat
 from tests.flows.media import image, shown, uri, with_media
 
 if TYPE_CHECKING:
     from tests.chaos.cells import Cell
     from tests.chaos.oracle import Expected
-    from tests.flows.conftest import Live
+    from tests.flows.client import Live
 
 PATHS = {
     "chat": "/v1/chat/completions",

@@ -19,7 +19,8 @@ from coordinator.sim import Fault, SimFleet
 from tests.chaos.client import PATHS, body_of, read, wrong
 from tests.chaos.oracle import expect
 from tests.flows.chaos import hang_up
-from tests.flows.conftest import BOUND_S, Got, Running, config_tree, exchange, listening, poll
+from tests.flows.client import BOUND_S, Got, exchange
+from tests.flows.conftest import Running, config_tree, listening, poll
 
 if TYPE_CHECKING:
     import random
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from coordinator.sim import SimWorker
     from tests.chaos.cells import Cell, Setup
     from tests.chaos.oracle import Expected
-    from tests.flows.conftest import Live
+    from tests.flows.client import Live
 
 LIMIT = "300ms"
 GONE = "client_gone"

@@ -23,7 +23,8 @@ from tests.chaos.oracle import ANSWER, Expected
 from tests.chaos.report import LINES
 from tests.chaos.stage import Lines, spoil
 from tests.flows.chaos import hang_up
-from tests.flows.conftest import BOUND_S, Running, config_tree, exchange, listening, poll
+from tests.flows.client import BOUND_S, exchange
+from tests.flows.conftest import Running, config_tree, listening, poll
 from tests.flows.pairs import KINDS
 
 if TYPE_CHECKING:

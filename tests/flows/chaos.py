@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from coordinator.context import RequestContext
     from coordinator.sim import SimWorker
     from coordinator.step import Upstream
-    from tests.flows.conftest import Got, Live, Running
+    from tests.flows.client import Got, Live
+    from tests.flows.conftest import Running
 
 
 class Pause:

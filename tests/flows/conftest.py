@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 from aiohttp import web
-from multidict import CIMultiDict
 from prometheus_client.parser import text_string_to_metric_families
 
 from coordinator import release
@@ -27,8 +24,9 @@ from coordinator.capability import MODE_QUESTION
 from coordinator.config import Config
 from coordinator.listener import Runner
 from coordinator.sim import Received, SimFleet, SimWorker
+from tests.flows.client import BOUND_S, Got, exchange
+from tests.flows.scripted import Scripted, Scripts
 
-BOUND_S = 30.0
 POLL_S = 0.005
 
 ORDER = ("replace-media-urls", "render", "conditional-decode", "encode", "prefill", "decode", "prefill-decode")
@@ -43,188 +41,6 @@ SHAPES: dict[str, tuple[bool, dict[str, dict[str, Any]]]] = {
     "pair": (True, {"prefill-decode": {}}),
     "pair-text": (False, {"render": {}, "prefill-decode": {"output_mode": "text", "wrap": "all"}}),
 }
-
-
-@dataclass
-class Got:
-    """An answer that was read to its end.
-
-    Attributes:
-        raw: the body, without its framing.
-        whole: the framing says that the body is complete; a broken chunked body is not.
-    """
-
-    status: int
-    headers: CIMultiDict[str]
-    raw: bytes
-    whole: bool
-
-    @property
-    def body(self) -> Any:
-        return json.loads(self.raw)
-
-    @property
-    def error(self) -> Any:
-        return self.body["error"]
-
-    @property
-    def blocks(self) -> list[bytes]:
-        """The raw events and comments of a stream, without their blank lines; half of one at the end included."""
-        return [block for block in self.raw.split(b"\n\n") if block]
-
-    @property
-    def events(self) -> list[Any]:
-        """The data of each event, parsed; ``[DONE]`` as a string."""
-        return [data for block in self.blocks for data in _data(block)]
-
-    @property
-    def chunks(self) -> list[Any]:
-        return [event for event in self.events if isinstance(event, dict)]
-
-    @property
-    def text(self) -> str:
-        """What the model said: of a chat answer, whole or streamed, choice 0."""
-        if self.headers["Content-Type"].startswith("application/json"):
-            return self.body["choices"][0]["message"]["content"] or ""
-        choices = [choice for chunk in self.chunks for choice in chunk.get("choices", ())]
-        return "".join(choice["delta"].get("content") or "" for choice in choices if choice["index"] == 0)
-
-
-def _data(block: bytes) -> list[Any]:
-    lines = [line[5:].removeprefix(b" ") for line in block.split(b"\n") if line.startswith(b"data:")]
-    return [line.decode() if line == b"[DONE]" else json.loads(line) for line in lines]
-
-
-class Live:
-    """An answer under way, on a connection of its own."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.status = 0
-        self.headers: CIMultiDict[str] = CIMultiDict()
-        self.whole = False
-        self.raw = b""
-        self._reader = reader
-        self._writer = writer
-        self._left: int | None = None
-        self._eof = False
-        self._seen = 0
-
-    async def head(self) -> None:
-        """Wait for the status line and the headers."""
-        head = await self._reader.readuntil(b"\r\n\r\n")
-        first, *lines = head.decode("latin-1").split("\r\n")[:-2]
-        self.status = int(first.split(" ")[1])
-        self.headers = CIMultiDict(line.split(": ", 1) for line in lines)
-        if "chunked" not in self.headers.get("Transfer-Encoding", ""):
-            length = self.headers.get("Content-Length")
-            self._left = int(length) if length is not None else -1
-
-    async def read(self) -> bytes:
-        """Return the next piece of the body as it was written; ``b""`` at its end, proper or not."""
-        if self._eof:
-            return b""
-        try:
-            piece = await (self._chunk() if self._left is None else self._part())
-        except (asyncio.IncompleteReadError, ConnectionError):
-            piece, self._eof = b"", True
-        self.raw += piece
-        return piece
-
-    async def event(self) -> bytes:
-        """Return the next event or comment, without its blank line.
-
-        Raises:
-            EOFError: the stream ended first.
-        """
-        while (end := self.raw.find(b"\n\n", self._seen)) < 0:
-            if not await self.read():
-                raise EOFError(self.raw[self._seen :])
-        start, self._seen = self._seen, end + 2
-        return self.raw[start:end]
-
-    async def rest(self) -> Got:
-        """Read to the end."""
-        while await self.read():
-            pass
-        return Got(self.status, self.headers, self.raw, self.whole)
-
-    async def pull(self, size: int) -> bytes:
-        """Return up to so many bytes as they are on the wire, with framing; ``b""`` once the connection is closed."""
-        return await self._reader.read(size)
-
-    def cut(self) -> None:
-        """Leave, without a word."""
-        self._writer.transport.abort()
-
-    def finish(self) -> None:
-        """Send a FIN, and go on reading."""
-        self._writer.write_eof()
-
-    async def close(self) -> None:
-        self._writer.close()
-        with contextlib.suppress(OSError):
-            await self._writer.wait_closed()
-
-    async def _chunk(self) -> bytes:
-        size = int((await self._reader.readuntil(b"\r\n")).strip(), 16)
-        piece = (await self._reader.readexactly(size + 2))[:-2]
-        if not piece:
-            self._eof = self.whole = True
-        return piece
-
-    async def _part(self) -> bytes:
-        assert self._left is not None
-        piece = await self._reader.read(2**16 if self._left < 0 else self._left)
-        if self._left < 0:
-            self._eof = self.whole = not piece
-        else:
-            self._left -= len(piece)
-            self.whole = self._left == 0
-            self._eof = self.whole or not piece
-        return piece
-
-
-@asynccontextmanager
-async def exchange(
-    url: str,
-    path: str,
-    body: Any = None,
-    *,
-    headers: Sequence[tuple[str, str]] = (),
-    method: str = "POST",
-    window: int | None = None,
-) -> AsyncIterator[Live]:
-    """Send one request; leaving the block closes the connection.
-
-    Args:
-        window: take so many bytes at most before they are asked for; without it, everything is taken at once.
-    """
-    raw = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
-    host = url.removeprefix("http://")
-    lines = [f"{method} {path} HTTP/1.1", f"Host: {host}", "Connection: close"]
-    if body is not None:
-        own = {"Content-Type": "application/json", "Content-Length": str(len(raw))}
-        lines += [f"{name}: {value}" for name, value in own.items() if name not in dict(headers)]
-    lines += [f"{name}: {value}" for name, value in headers]
-    async with asyncio.timeout(BOUND_S):
-        reader, writer = await _connected(host, window)
-        live = Live(reader, writer)
-        try:
-            writer.write("\r\n".join(lines).encode("latin-1") + b"\r\n\r\n" + raw)
-            yield live
-        finally:
-            await live.close()
-
-
-async def _connected(host: str, window: int | None) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    name, _, port = host.partition(":")
-    if window is None:
-        return await asyncio.open_connection(name, int(port), limit=2**26)
-    plug = socket.socket()
-    plug.setblocking(False)
-    plug.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, window)
-    await asyncio.get_running_loop().sock_connect(plug, (name, int(port)))
-    return await asyncio.open_connection(sock=plug, limit=window)
 
 
 class Running:
@@ -489,120 +305,6 @@ async def coordinator(
         await poll(lambda at=at: not at.in_flight())
         gauges = await at.metrics()
         assert not any(value for name, value in gauges.items() if name.startswith("coordinator_requests_in_flight"))
-
-
-@dataclass
-class Scripted:
-    """A worker that says exactly what it is told, write by write.
-
-    Attributes:
-        answers: one list of writes per request, in turn; the last one is said again and again.
-        received: head and body of each request.
-        connections: how many there have been.
-        reads_bodies: also those of more than 1 MiB.
-        written: bytes of answers that sockets have taken, but for what one write buffer holds.
-    """
-
-    answers: list[list[Any]]
-    url: str = ""
-    received: list[tuple[CIMultiDict[str], Any]] = field(default_factory=list)
-    reads_bodies: bool = True
-    connections: int = 0
-    written: int = 0
-    _tasks: dict[asyncio.Task[Any], asyncio.StreamReader] = field(default_factory=dict)
-
-    CUT = "cut"
-    END = "end"
-
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.connections += 1
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks[task] = reader
-        try:
-            while await self._one(reader, writer):
-                pass
-        except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
-            pass
-        finally:
-            del self._tasks[task]
-            writer.close()
-
-    @property
-    def open(self) -> int:
-        """How many connections the other side holds open."""
-        return sum(not reader.at_eof() for reader in self._tasks.values())
-
-    async def stop(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
-
-    async def _one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
-        if not head[0].startswith(("GET /", "POST /")):
-            return False  # the rest of a body that was not read
-        headers = CIMultiDict(line.split(": ", 1) for line in head[1:-2])
-        large = int(headers.get("Content-Length", 0)) > 2**20
-        unread = large and not self.reads_bodies
-        raw = b"" if unread else await reader.readexactly(int(headers.get("Content-Length", 0)))
-        if head[0].startswith("GET "):
-            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")  # /health
-            return True
-        if raw == b"{}":  # readiness asks whether the route is there
-            writer.write(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
-            return True
-        self.received.append((headers, json.loads(raw) if raw else None))
-        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
-        for item in answer:
-            if isinstance(item, bytes):
-                writer.write(item)
-                await writer.drain()
-                self.written += len(item)
-                await asyncio.sleep(0)  # so that the next write is a read of its own
-            elif isinstance(item, float):
-                await asyncio.sleep(item)
-            elif isinstance(item, asyncio.Event):
-                await item.wait()
-            elif item == self.CUT:
-                writer.transport.abort()
-                return False
-            elif item == self.END:
-                return False
-        return True
-
-
-class Scripts:
-    """Starts scripted workers: ``await scripted(scripted.sse(b"data: ..", ..))``."""
-
-    CUT = Scripted.CUT
-    END = Scripted.END
-
-    def __init__(self, stack: AsyncExitStack) -> None:
-        self._stack = stack
-
-    async def __call__(self, *answers: list[Any]) -> Scripted:
-        worker = Scripted(list(answers))
-        server = await asyncio.start_server(worker.serve, "127.0.0.1", 0, limit=2**26)
-        self._stack.push_async_callback(worker.stop)
-        self._stack.callback(server.close)
-        worker.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        return worker
-
-    @staticmethod
-    def sse(*items: Any, head: str = "", content_type: str = "text/event-stream") -> list[Any]:
-        """Frame a stream: bytes become a chunk each; ``CUT`` and events stand where they stand; else a clean end."""
-        first = f"HTTP/1.1 200 OK\r\nContent-Type: {content_type}\r\n{head}Transfer-Encoding: chunked\r\n\r\n"
-        framed = [b"%x\r\n%s\r\n" % (len(item), item) if isinstance(item, bytes) else item for item in items]
-        ended = items and items[-1] in (Scripted.CUT, Scripted.END)
-        return [first.encode(), *framed, *([] if ended else [b"0\r\n\r\n"])]
-
-    @staticmethod
-    def json(body: Any, status: int = 200, head: str = "", content_type: str = "application/json") -> list[Any]:
-        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-        first = f"HTTP/1.1 {status} X\r\nContent-Type: {content_type}\r\n{head}Content-Length: {len(raw)}\r\n\r\n"
-        return [first.encode() + raw]
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tests.flows.conftest import Got, exchange
+from tests.flows.client import Got, exchange
 
 if TYPE_CHECKING:
     from coordinator.sim import SimFleet, SimWorker

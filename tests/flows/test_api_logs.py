@@ -13,7 +13,8 @@ import pytest
 
 from coordinator.logs import TRACE, JsonFormatter, access
 from coordinator.sim import Canned, Fault
-from tests.flows.conftest import BOUND_S, config_tree, exchange
+from tests.flows.client import BOUND_S, exchange
+from tests.flows.conftest import config_tree
 
 if TYPE_CHECKING:
     from coordinator.sim import SimFleet

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from coordinator.sim import Fault, Settings
-from tests.flows.conftest import exchange
+from tests.flows.client import exchange
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"

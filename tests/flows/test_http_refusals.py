@@ -17,7 +17,7 @@ from tests.flows.wire import chunked, connect, head, post
 
 if TYPE_CHECKING:
     from coordinator.sim import SimFleet
-    from tests.flows.conftest import Got
+    from tests.flows.client import Got
 
 CHAT = "/v1/chat/completions"
 PATHS = (CHAT, "/v1/completions", "/v1/responses", "/inference/v1/generate")

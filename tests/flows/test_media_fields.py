@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from coordinator.sim import Settings
-from tests.flows.conftest import exchange
+from tests.flows.client import exchange
 from tests.flows.media import CAT, DOG, FORMATS, film, image, shown, sound, uri, with_media
 
 CHAT = "/v1/chat/completions"

@@ -13,7 +13,7 @@ import anthropic
 import pytest
 
 from coordinator.sim import Canned, Fault, Settings
-from tests.flows.conftest import BOUND_S
+from tests.flows.client import BOUND_S
 from tests.flows.setups import PARAMETERS, SETUPS, started
 
 if TYPE_CHECKING:

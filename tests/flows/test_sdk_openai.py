@@ -15,7 +15,7 @@ import pytest
 from pydantic import BaseModel
 
 from coordinator.sim import Canned, Fault, Settings
-from tests.flows.conftest import BOUND_S
+from tests.flows.client import BOUND_S
 from tests.flows.setups import PARAMETERS, SETUPS, started
 
 if TYPE_CHECKING:

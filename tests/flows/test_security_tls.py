@@ -13,7 +13,8 @@ from aiohttp import web
 
 from coordinator.app import CERTIFICATES, WATCH, build
 from coordinator.config import Config, ConfigError
-from tests.flows.conftest import BOUND_S, config_tree
+from tests.flows.client import BOUND_S
+from tests.flows.conftest import config_tree
 
 ROOT = Path(__file__).resolve().parents[2]
 PAIRS = ROOT / "tests" / "data" / "tls"

@@ -6,7 +6,7 @@ import asyncio
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-from tests.flows.conftest import BOUND_S, Got, Live
+from tests.flows.client import BOUND_S, Got, Live
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
