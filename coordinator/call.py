@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from coordinator.headers import downstream_headers
@@ -15,7 +14,7 @@ from envelope.json_codec import JSONDecodeError, loads_lenient
 from envelope.sse import Events, EventTooLarge, data_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from coordinator.context import Headers
     from coordinator.routing.router import Worker
@@ -73,23 +72,24 @@ class Call:
             return not self.streamed or self._heard
         return status == 500 or (status == 400 and self.leg.path != PATHS[Format.GENERATE])
 
-    async def open(self, head: bytes, body: bytes, *, fresh: bool = False) -> None:
+    async def open(self, head: bytes, body: bytes, ends_at: float | None = None, *, fresh: bool = False) -> None:
         """Send the request and wait for the head of the answer.
 
         Args:
+            ends_at: time of the loop by which it must have come.
             fresh: on a new connection.
 
         Raises:
-            ConnectFailed, Broken: ``stale`` says whether the connection had been kept for too long.
+            ConnectFailed, Broken, TimeoutError: ``stale`` says whether the connection had been kept for too long.
         """
         if self.connection is not None:
             self.connection.close()
         connect_s = self.leg.limits.connect_s
-        self.connection = connection = await self._pool.acquire(self.worker.url, connect_s, fresh=fresh)
-        self.connected = True
+        connection = await self._pool.acquire(self.worker.url, connect_s, fresh=fresh, ends_at=ends_at)
+        self.connection, self.connected = connection, True
         connection.send(head, body)
         try:
-            await connection.head()
+            await connection.head(ends_at)
         except Broken:
             self.stale = connection.reused and not connection.answered
             raise
@@ -98,15 +98,19 @@ class Call:
     def first_event(self) -> bytes:
         return self._first
 
-    async def read_first_event(self) -> None:
+    async def read_first_event(self, ends_at: float | None = None) -> None:
         """Read up to the first event that has data; its bytes are kept for whoever iterates.
+
+        Args:
+            ends_at: time of the loop by which it must have come.
 
         Raises:
             LegRejected, LegFailed, LegBusy: the event is an error, the end mark, or never comes.
+            Broken, TimeoutError, EventTooLarge.
         """
         events = Events()
         while True:
-            chunk = await self.connection.read()
+            chunk = await self.connection.read(ends_at)
             if not chunk:
                 raise LegFailed(self.leg.step, "the worker's stream ended before its first event")
             self._head.append(chunk)
@@ -152,10 +156,12 @@ class Call:
             self._head.clear()
             if not take(head):
                 return False
-        with mapped(self.leg):
+        try:
             if self.leg.limits.idle_s is None and self.ends_at is None:
                 return await self.connection.push(take)
             return await self._push_in_time(take)
+        except WIRE_FAULTS as error:
+            raise wire_error(self.leg, error) from error
 
     async def _push_in_time(self, take: Callable[[bytes], bool]) -> bool:
         idle_s, loop = self.leg.limits.idle_s, asyncio.get_running_loop()
@@ -189,15 +195,8 @@ class Call:
             self._pool.release(self.worker.url, self.connection)
 
 
-@contextmanager
-def mapped(leg: Leg, call: Call | None = None) -> Iterator[None]:
-    """Turn what goes wrong on the wire into the error that the client gets."""
-    try:
-        yield
-    except ApiError:
-        raise
-    except (ConnectFailed, Broken, TimeoutError, EventTooLarge) as error:
-        raise wire_error(leg, error, reached=call is None or call.connected) from error
+# What goes wrong on the wire; ``wire_error`` is what the client gets for it.
+WIRE_FAULTS = (ConnectFailed, Broken, TimeoutError, EventTooLarge)
 
 
 def wire_error(leg: Leg, error: Exception, *, reached: bool = True) -> LegError:

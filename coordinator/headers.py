@@ -115,7 +115,7 @@ def leg_headers(
         trace: the leg's own trace context, in place of the request's.
     """
     own_id = ctx.leg_id + leg.id_suffix + (f"-{attempt + 1}" if attempt and not leg.one_id else "")
-    own = (
+    own = [
         ("Accept", "text/event-stream" if leg.body.get("stream") else "application/json"),
         ("Accept-Encoding", "identity"),
         ("X-Request-Id", own_id),
@@ -123,11 +123,11 @@ def leg_headers(
         *leg.headers,
         *ctx.carried.items(),
         *trace,
-    )
+    ]
     ours = {name.lower() for name, _ in own}
     if "authorization" in ours:
         ours |= CREDENTIALS  # our key in place of the client's, in whichever header it came
-    return [*(pair for pair in ctx.headers if pair[0].lower() not in ours), *own]
+    return [pair for pair in ctx.headers if pair[0].lower() not in ours] + own
 
 
 def request_id(sent: str | None) -> str:
@@ -144,8 +144,9 @@ def leg_id(request_id: str) -> str:
 
 
 def _kept(raw: Iterable[tuple[str, str]], drop: frozenset[str]) -> Headers:
-    pairs = [(name, value) for name, value in raw]
-    named = {
-        token.strip().lower() for name, value in pairs if name.lower() == "connection" for token in value.split(",")
-    }
-    return tuple((name, value) for name, value in pairs if (low := name.lower()) not in drop and low not in named)
+    pairs = list(raw)
+    names = [name.lower() for name, _ in pairs]
+    if "connection" in names:
+        listed = [value for name, (_, value) in zip(names, pairs, strict=True) if name == "connection"]
+        drop = drop | {token.strip().lower() for value in listed for token in value.split(",")}
+    return tuple([pair for name, pair in zip(names, pairs, strict=True) if name not in drop])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 from functools import partial
@@ -109,6 +110,7 @@ async def serve(config: Config, path: str, steering: Steering) -> None:
         extra = await _metrics_site(config, front, steering, _tls(app, 1))
         await _listen(runner, server.listen_addr, _tls(app, 0), steering.shares_port, backlog=2048)
         await steering.listening([f"{host}:{port}" for host, port, *_ in runner.addresses])
+        _spare_the_collector()
         async with asyncio.TaskGroup() as tasks:
             steered = tasks.create_task(steering.run())
             await _until_stopped(front, stops)
@@ -118,6 +120,13 @@ async def serve(config: Config, path: str, steering: Steering) -> None:
         if extra is not None:
             await extra.cleanup()
     await steering.end()
+
+
+def _spare_the_collector() -> None:
+    """Let the garbage collector pass over what stays until the end, and run less often: it took 6 % of a request."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 10, 10)
 
 
 async def _listen(

@@ -47,9 +47,9 @@ class Peer(Protocol):
     def url(self) -> str: ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)  # frozen, each field would cost a call, and every leg pays
 class Leg:
-    """One upstream call.
+    """One upstream call; never changed once it is made.
 
     Attributes:
         step: the step's type; names the leg in errors, logs and metrics.

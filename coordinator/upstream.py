@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from coordinator.bootstrap import BootstrapServers
-from coordinator.call import Call, earliest, mapped
+from coordinator.call import WIRE_FAULTS, Call, earliest, wire_error
 from coordinator.headers import leg_headers
 from coordinator.retry import RetryBudget, may_go_on, spent, wait_s
 from coordinator.routing.router import Worker
@@ -117,9 +117,10 @@ class HttpUpstream:
     async def post_json(self, ctx: RequestContext, leg: Leg, *, accept: tuple[int, ...] = ()) -> Reply:
         async def once(call: Call) -> Reply:
             try:
-                with mapped(leg, call):
-                    await self._open(ctx, call)
-                    return await self._whole(ctx, call, accept)
+                await self._open(ctx, call)
+                return await self._whole(ctx, call, accept)
+            except WIRE_FAULTS as error:
+                raise wire_error(leg, error, reached=call.connected) from error
             except asyncio.CancelledError:
                 self._linger(ctx, call)
                 raise
@@ -137,14 +138,14 @@ class HttpUpstream:
         async def once(call: Call) -> Call | Reply:
             opened = False
             try:
-                with mapped(leg, call):
-                    await self._open(ctx, call)
-                    if call.connection.status != 200 or is_json(call.connection.headers):
-                        return await self._whole(ctx, call, accept)
-                    async with asyncio.timeout_at(self._first_byte_at(call)):
-                        await call.read_first_event()
+                await self._open(ctx, call)
+                if call.connection.status != 200 or is_json(call.connection.headers):
+                    return await self._whole(ctx, call, accept)
+                await call.read_first_event(self._first_byte_at(call))
                 self._remember(ctx, call)
                 opened = True
+            except WIRE_FAULTS as error:
+                raise wire_error(leg, error, reached=call.connected) from error
             except asyncio.CancelledError:
                 self._linger(ctx, call)
                 raise
@@ -214,10 +215,9 @@ class HttpUpstream:
     async def _let_go(self, ctx: RequestContext, call: Call) -> None:
         leg = call.leg
         try:
-            with mapped(leg, call):
-                async with asyncio.timeout(leg.runs_on_s or (_LINGER_S if leg.late is None else _LATE_S)):
-                    await self._hear_out(ctx, call)
-        except ApiError:
+            async with asyncio.timeout(leg.runs_on_s or (_LINGER_S if leg.late is None else _LATE_S)):
+                await self._hear_out(ctx, call)
+        except (ApiError, *WIRE_FAULTS):
             pass  # nobody is left to be told
         finally:
             await call.aclose()
@@ -250,17 +250,17 @@ class HttpUpstream:
         headers = leg_headers(ctx, leg, call.worker, call.attempt, trace)
         length = len(body) if leg.method == "POST" else None
         head = request_head(leg.method, call.worker.url, leg.path, headers, length)
-        async with asyncio.timeout_at(self._first_byte_at(call)):
-            try:
-                # What begins again because one kept connection had died is not entrusted to the next.
-                await call.open(head, body, fresh=(leg.single_use or leg.tied) and call.worker in ctx.failed)
-            except Broken:
-                if not call.stale:
-                    raise
-                self._metrics.stale_connections.labels(leg.role).inc()
-                if (leg.single_use or leg.tied) and not leg.detached:
-                    raise  # it begins again at prefill instead
-                await call.open(head, body, fresh=True)
+        ends_at = self._first_byte_at(call)
+        try:
+            # What begins again because one kept connection had died is not entrusted to the next.
+            await call.open(head, body, ends_at, fresh=(leg.single_use or leg.tied) and call.worker in ctx.failed)
+        except Broken:
+            if not call.stale:
+                raise
+            self._metrics.stale_connections.labels(leg.role).inc()
+            if (leg.single_use or leg.tied) and not leg.detached:
+                raise  # it begins again at prefill instead
+            await call.open(head, body, ends_at, fresh=True)
 
     async def _whole(self, ctx: RequestContext, call: Call, accept: tuple[int, ...]) -> Reply:
         leg, status = call.leg, call.connection.status

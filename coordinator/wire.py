@@ -82,25 +82,25 @@ class Connection(asyncio.Protocol):
         else:
             self._transport.writelines((head, body))
 
-    async def head(self) -> None:
-        """Wait for the answer's head.
+    async def head(self, ends_at: float | None = None) -> None:
+        """Wait for the answer's head, until this time of the loop.
 
         Raises:
-            Broken
+            Broken, TimeoutError
         """
         while not self._head_done:
-            await self._wait()
+            await self._wait(ends_at)
 
-    async def read(self) -> bytes:
+    async def read(self, ends_at: float | None = None) -> bytes:
         """Return the next bytes of the body, ``b""`` at its end.
 
         Raises:
-            Broken
+            Broken, TimeoutError
         """
         while not self._parts:
             if self._complete:
                 return b""
-            await self._wait()
+            await self._wait(ends_at)
         return self._take()
 
     async def push(self, take: Callable[[bytes], bool]) -> bool:
@@ -240,17 +240,21 @@ class Connection(asyncio.Protocol):
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    async def _wait(self) -> None:
+    async def _wait(self, ends_at: float | None = None) -> None:
         if self._error is not None:
             raise self._error
         if self._paused:
             self._paused = False
             self._transport.resume_reading()
-        self._waiter = self._loop.create_future()
+        self._waiter = waiter = self._loop.create_future()
+        # A timer of its own: asyncio.timeout_at costs three times as much, and that for every leg.
+        timer = None if ends_at is None else self._loop.call_at(ends_at, _expire, waiter)
         try:
-            await self._waiter
+            await waiter
         finally:
             self._waiter = None
+            if timer is not None:
+                timer.cancel()
 
 
 class Pool:
@@ -269,25 +273,30 @@ class Pool:
         self._idle: dict[str, deque[Connection]] = {}
         self._sweep_at = 0.0
 
-    async def acquire(self, origin: str, connect_s: float | None, *, fresh: bool = False) -> Connection:
+    async def acquire(
+        self, origin: str, connect_s: float | None, *, fresh: bool = False, ends_at: float | None = None
+    ) -> Connection:
         """Return a connection to a worker, kept or new.
 
         Args:
             origin: base URL.
             fresh: take none that was kept.
+            ends_at: time of the loop by which there must be one.
 
         Raises:
-            ConnectFailed
+            ConnectFailed, TimeoutError
         """
         kept = self._idle.get(origin)
-        loop = asyncio.get_running_loop()
-        while kept and not fresh:
-            connection = kept.pop()
-            if self._usable(connection, loop.time()):
-                connection.reused = True
-                return connection
-            connection.close()
-        return await self._connect(loop, origin, connect_s)
+        if kept and not fresh:
+            now = asyncio.get_running_loop().time()
+            while kept:
+                connection = kept.pop()
+                if self._usable(connection, now):
+                    connection.reused = True
+                    return connection
+                connection.close()
+        async with asyncio.timeout_at(ends_at):
+            return await self._connect(origin, connect_s)
 
     def release(self, origin: str, connection: Connection) -> None:
         """Take a connection back: keep it when its exchange is over and it can serve another, else close it."""
@@ -324,8 +333,8 @@ class Pool:
         while kept and not self._usable(kept[0], now):
             kept.popleft().close()
 
-    async def _connect(self, loop: asyncio.AbstractEventLoop, origin: str, connect_s: float | None) -> Connection:
-        url = urlsplit(origin)
+    async def _connect(self, origin: str, connect_s: float | None) -> Connection:
+        loop, url = asyncio.get_running_loop(), urlsplit(origin)
         tls = (self._tls or True) if url.scheme == "https" else None
         port = url.port or (443 if tls else 80)
         try:
@@ -335,6 +344,11 @@ class Pool:
         except (OSError, TimeoutError) as error:
             raise ConnectFailed(str(error)) from error
         return connection
+
+
+def _expire(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_exception(TimeoutError())
 
 
 def request_head(method: str, origin: str, path: str, headers: Sequence[tuple[str, str]], length: int | None) -> bytes:
