@@ -20,8 +20,12 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+from prometheus_client import CollectorRegistry
+
+from coordinator.background import Faults
 from coordinator.derender.pool import ParserPool, ParserSettings
 from coordinator.derender.vllm_parsers import Parsers
+from coordinator.metrics import Metrics
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -124,7 +128,7 @@ async def main(options: argparse.Namespace) -> None:
             print(f"| {named} | {'tokens' if tokens else 'text'} | {early:.0f} | {late:.0f} |")
     made = chunks(parsers, int(FOR_S / EVERY_S), tokens=False)
     settings = ParserSettings(options.tokenizer, TOOL_PARSER, REASONING_PARSER, options.processes, 60.0)
-    pool = ParserPool(settings)
+    pool = ParserPool(settings, Faults(Metrics(CollectorRegistry())))
     await pool.start()
     rows: dict[str, list[Lateness]] = {}
     for _ in range(ROUNDS):  # in turns, as others may use the machine

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
+from coordinator.background import Faults
 from coordinator.credentials import Credentials
 from coordinator.derender.held import ParserPools
 from coordinator.links import healths
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 FRONT = web.AppKey("front", Front)
 PLANS = web.AppKey("plans", Plans)
+FAULTS = web.AppKey("faults", Faults)
 # Makes the plan of another configuration, to take the place of the one it is given.
 PLAN_OF: web.AppKey[partial[Plan]] = web.AppKey("plan_of", partial)
 METRICS = web.AppKey("metrics", Metrics)
@@ -62,7 +64,8 @@ def build(config: Config) -> web.Application:
     tracing = _spans(config) if config.tracing else None
     recent = Recent(time.monotonic, time.time)
     recorder = Recorder(metrics, names, tracing or PASSING, recent if server.shows_status else None)
-    plan_of = partial(plan, metrics, names, ParserPools())
+    faults = Faults(metrics)
+    plan_of = partial(plan, metrics, faults, names, ParserPools(faults))
     passage = Passage()
     front = Front(
         plan_of(config, credentials),
@@ -81,6 +84,7 @@ def build(config: Config) -> web.Application:
     app[PLAN_OF] = plan_of
     app[METRICS] = metrics
     app[RECENT] = recent
+    app[FAULTS] = faults
     app[PLANS] = Plans(front.plan, partial(setattr, front, "plan"))
     app[PATIENCE] = Patience(
         server.write_stall_timeout or None,
@@ -128,6 +132,6 @@ async def _running(app: web.Application) -> AsyncIterator[None]:
     async with app[PLANS], asyncio.TaskGroup() as tasks:
         if not await asked_once(app[FRONT].plan.discovery):
             log.warning("starting before all workers could be looked up")
-        watching = tasks.create_task(app[WATCH].run())
+        watching = tasks.create_task(app[FAULTS].keep_up("certificates", app[WATCH].run))
         yield
         watching.cancel()

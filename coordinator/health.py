@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import ssl
     from collections.abc import Callable, Mapping, Sequence
 
+    from coordinator.background import Faults
     from coordinator.routing.health import Health
     from coordinator.routing.router import Worker
 
@@ -73,8 +74,13 @@ class Readiness:
     """
 
     def __init__(
-        self, probes: Sequence[RoleProbe], interval_s: float, more: Sequence[Callable[[], list[str]]] = ()
+        self,
+        probes: Sequence[RoleProbe],
+        interval_s: float,
+        faults: Faults,
+        more: Sequence[Callable[[], list[str]]] = (),
     ) -> None:
+        self._faults = faults
         self._more = tuple(more)
         self._probes = tuple(probes)
         self._interval_s = interval_s
@@ -114,7 +120,7 @@ class Readiness:
 
     async def _renew(self, probe: RoleProbe, session: aiohttp.ClientSession) -> None:
         async with asyncio.TaskGroup() as tasks:
-            asked = [tasks.create_task(self._fault(probe, worker, session)) for worker in probe.known()]
+            asked = [tasks.create_task(self._ask(probe, worker, session)) for worker in probe.known()]
         faults = [task.result() for task in asked] or [_why_none(probe)]
         before = self._problems.pop(probe.role, None)
         if None not in faults:
@@ -131,8 +137,15 @@ class Readiness:
         for misfit in new.intersection(told.misfit for told in self._told.values() if told.misfit is not None):
             log.warning("%s: %s", role, misfit)
 
-    async def _fault(self, probe: RoleProbe, worker: Worker, session: aiohttp.ClientSession) -> str | None:
+    async def _ask(self, probe: RoleProbe, worker: Worker, session: aiohttp.ClientSession) -> str | None:
         """Return why a worker cannot be used, or None."""
+        try:
+            return await self._fault(probe, worker, session)
+        except Exception as error:  # the others are to be asked all the same
+            self._faults.tell("probes", error)
+            return f"asking {worker.url} failed by a fault of the coordinator; its log has the details"
+
+    async def _fault(self, probe: RoleProbe, worker: Worker, session: aiohttp.ClientSession) -> str | None:
         fault = await _health_fault(probe, worker, session)
         if probe.health is not None:
             probe.health.probed(worker, fault)

@@ -9,6 +9,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING
 
+from coordinator.background import Background
 from coordinator.headers import CREDENTIALS
 from coordinator.problems import Path, show_path
 from coordinator.routing.choice import pool_router
@@ -26,10 +27,10 @@ from steps.render import Render
 
 if TYPE_CHECKING:
     import ssl
-    from collections.abc import Callable, Coroutine, Mapping, Sequence
-    from typing import Any
+    from collections.abc import Callable, Mapping, Sequence
 
     from coordinator.admission import Place
+    from coordinator.background import Faults
     from coordinator.config import Config
     from coordinator.context import RequestContext
     from coordinator.credentials import Closed, Credentials
@@ -178,7 +179,7 @@ def healths(links: Mapping[str, RoleLink]) -> dict[str, Health]:
     return {role: router.health for role, router in routers if isinstance(router, PoolRouter) and router.health}
 
 
-def watches(links: Mapping[str, RoleLink]) -> list[Callable[[], Coroutine[Any, Any, None]]]:
+def watches(links: Mapping[str, RoleLink], faults: Faults) -> list[Background]:
     """Return what keeps up to date what policies go by."""
-    routers = (link.router for link in links.values())
-    return [router.watch.run for router in routers if isinstance(router, PoolRouter) and router.watch is not None]
+    routers = (link.router for link in links.values() if isinstance(link.router, PoolRouter))
+    return [Background("load", partial(router.watch.run, faults)) for router in routers if router.watch is not None]

@@ -274,6 +274,12 @@ class Metrics:
             registry=registry,
         )
         self.config_reloads = _config_reloads(registry)
+        self.background_faults = Counter(
+            "coordinator_background_faults",
+            "Faults of the coordinator in what it does beside requests, by task; what failed is begun anew.",
+            ["task"],
+            registry=registry,
+        )
         self._workers: dict[str, str] = {}
         self._requests, self._request_seconds = Children(self.requests), Children(self.request_seconds)
         self._in_flight, self._leg_seconds = Children(self.in_flight), Children(self.leg_seconds)
@@ -311,6 +317,9 @@ class Metrics:
 
     def discovery_failed(self, role: str) -> None:
         self.discovery_failures.labels(role).inc()
+
+    def background_failed(self, task: str) -> None:
+        self.background_faults.labels(task).inc()
 
     def watch_pools(self, pools: Callable[[], Mapping[str, PoolHealth]]) -> None:
         self.registry.register(Pools(pools))

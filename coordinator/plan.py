@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 from coordinator.routing.pool import PoolRouter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Sequence
+    from collections.abc import Callable, Sequence
     from types import TracebackType
-    from typing import Any
 
     from multidict import CIMultiDictProxy
 
     from coordinator.admission import Admission
+    from coordinator.background import Background, Faults
     from coordinator.config import Config
     from coordinator.derender.held import HeldParsers
     from coordinator.fetch import HttpMediaFetcher
@@ -46,6 +46,7 @@ class Plan:
             (``forward_response_headers``), and clients' keys where they are checked here.
         watch: the files that hold keys.
         background: what runs as long as the plan does, beside its requests; each is cancelled at its end.
+        faults: is told of those of the background.
         parsers: the processes that parse answers, where decode says so.
     """
 
@@ -64,7 +65,8 @@ class Plan:
     watch: Watch
     routing_headers: tuple[str, ...]
     drop: frozenset[str]
-    background: Sequence[Callable[[], Coroutine[Any, Any, None]]] = ()
+    faults: Faults
+    background: Sequence[Background] = ()
     parsers: HeldParsers | None = None
 
     in_use: int = field(default=0, init=False)
@@ -120,7 +122,7 @@ class Plan:
         await self.media.start()
         try:
             async with asyncio.TaskGroup() as tasks:
-                running = [tasks.create_task(work()) for work in self.background]
+                running = [tasks.create_task(self.faults.keep_up(*work)) for work in self.background]
                 await self._over.wait()
                 for task in running:
                     task.cancel()
@@ -176,4 +178,10 @@ class Plans:
         before.retire()
 
     def _start(self, plan: Plan) -> None:
-        self._tasks.create_task(plan.run()).add_done_callback(lambda _: self._running.remove(plan))
+        self._tasks.create_task(self._run(plan)).add_done_callback(lambda _: self._running.remove(plan))
+
+    async def _run(self, plan: Plan) -> None:
+        try:
+            await plan.run()
+        except Exception as error:  # in closing: those who are served by another plan are not to pay for it
+            plan.faults.tell("closing", error)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from coordinator import registry
 from coordinator.admission import Admission
+from coordinator.background import Background
 from coordinator.derender.held import HeldParsers, ParserPools
 from coordinator.derender.pool import ParserSettings
 from coordinator.fetch import HttpMediaFetcher
@@ -36,9 +37,9 @@ from steps.prefill_decode import PrefillDecode
 from steps.render import Render
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Mapping, Sequence
-    from typing import Any
+    from collections.abc import Mapping, Sequence
 
+    from coordinator.background import Faults
     from coordinator.config import Config
     from coordinator.credentials import Credentials
     from coordinator.metrics import Metrics
@@ -50,6 +51,7 @@ SERVED = tuple(Format)
 
 def plan(
     metrics: Metrics,
+    faults: Faults,
     names: ModelNames,
     pools: ParserPools,
     config: Config,
@@ -71,14 +73,14 @@ def plan(
     server, media = config.server, HttpMediaFetcher()
     carry = config.pipeline.forward_response_headers
     pool = None if parsers is None else parsers.pool
-    upstream = HttpUpstream(links(config, steps, credentials), carry, metrics, media, pool)
+    upstream = HttpUpstream(links(config, steps, credentials), carry, metrics, faults, media, pool)
     keys = credentials.client_keys(server)
     credentials.check()
     decode = next(step for step in steps if isinstance(step, (Decode, PrefillDecode)))
     found = finders(config, upstream.links, metrics, before)
     discovery = Discovery(list(found.values()))
     more = () if pool is None else (pool.problems,)
-    readiness = Readiness(probes(steps, upstream.links, found), server.readiness_interval, more)
+    readiness = Readiness(probes(steps, upstream.links, found), server.readiness_interval, faults, more)
     questions = Questions(upstream, names)
     names.add(server.metrics_models)
     routing = routing_headers(config)
@@ -95,7 +97,7 @@ def plan(
             after=None if before is None else before.admission,
         ),
         pipeline=Pipeline(steps, upstream, metrics, time.monotonic),
-        releaser=Releaser(decode.release_leg, upstream, metrics),
+        releaser=Releaser(decode.release_leg, upstream, metrics, faults),
         intake=Intake(megabytes_to_bytes(server.max_request_body_size), server.read_timeout or None),
         manner=Manner(
             server.write_timeout or None,
@@ -113,12 +115,13 @@ def plan(
         routing_headers=tuple(routing),
         drop=frozenset((*routing, *discarded(config))),
         discovery=discovery,
+        faults=faults,
         background=(
-            credentials.watch.run,
-            discovery.run,
-            partial(_ask_who_is_found, discovery, readiness),
-            partial(names.run, questions.listed),
-            *watches(upstream.links),
+            Background("keys", credentials.watch.run),
+            *(Background("discovery", finder.run) for finder in found.values()),
+            Background("probes", partial(_ask_who_is_found, discovery, readiness)),
+            Background("models", partial(names.run, questions.listed)),
+            *watches(upstream.links, faults),
             *renderers,
         ),
         parsers=parsers,
@@ -166,13 +169,13 @@ def _problem(config: Config, at: Path, key: str, sentence: str) -> ConfigError:
     return ConfigError([config.sources.problem((*at, key), sentence)])
 
 
-def open_renderers(config: Config, steps: Sequence[Step]) -> list[Callable[[], Coroutine[Any, Any, None]]]:
+def open_renderers(config: Config, steps: Sequence[Step]) -> list[Background]:
     """Load the models whose prompts are rendered in this process; return what runs as long as they are used.
 
     Raises:
         ConfigError: their files are not what they should be, or what renders them is not installed.
     """
-    running: list[Callable[[], Coroutine[Any, Any, None]]] = []
+    running: list[Background] = []
     for index, step in enumerate(steps):
         if isinstance(step, Render) and step.role is None:
             try:
@@ -181,7 +184,7 @@ def open_renderers(config: Config, steps: Sequence[Step]) -> list[Callable[[], C
                 at: Path = ("pipeline", "steps", index, "params", "tokenizer")
                 raise ConfigError([config.sources.problem(at, str(error))]) from None
             log.info("prompts are rendered here", extra={"fields": renderer.facts})
-            running.append(renderer.run)
+            running.append(Background("render", renderer.run))
     return running
 
 

@@ -18,11 +18,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from coordinator.logs import log
-from envelope.errors import ApiError, LegError, LegRejected
+from envelope.errors import ApiError, InternalError, LegError, LegRejected
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from coordinator.background import Faults
     from coordinator.context import RequestContext
     from coordinator.metrics import Metrics
     from coordinator.step import Leg, Upstream
@@ -41,11 +42,16 @@ class Releaser:
     """
 
     def __init__(
-        self, leg: Callable[[RequestContext, Mapping[str, Any]], Leg], upstream: Upstream, metrics: Metrics
+        self,
+        leg: Callable[[RequestContext, Mapping[str, Any]], Leg],
+        upstream: Upstream,
+        metrics: Metrics,
+        faults: Faults,
     ) -> None:
         self._leg = leg
         self._upstream = upstream
         self._metrics = metrics
+        self._faults = faults
         self._places = asyncio.Semaphore(_AT_ONCE)
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -77,6 +83,9 @@ class Releaser:
         except (ApiError, TimeoutError) as error:
             outcome = type(error).__name__
             log.warning("request %s: its hand-over stays on prefill until the lease ends: %s", ctx.request_id, error)
+        except Exception as error:
+            outcome = InternalError.__name__
+            self._faults.tell("release", error)
         self._metrics.handovers_released.labels(outcome).inc()
 
     async def _fetch(self, ctx: RequestContext, leg: Leg) -> None:

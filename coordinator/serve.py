@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from aiohttp import web
 
-from coordinator.app import CERTIFICATES, FRONT, build
+from coordinator.app import CERTIFICATES, FAULTS, FRONT, build
 from coordinator.config import load
 from coordinator.listener import Runner
 from coordinator.logs import log
@@ -80,9 +80,10 @@ class Alone:
         return [self._status.told()]
 
     async def run(self) -> None:
+        faults = self._app[FAULTS]
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._reloader.run())
-            tasks.create_task(self._file.run(self._changed))
+            tasks.create_task(faults.keep_up("reload", self._reloader.run))
+            tasks.create_task(faults.keep_up("reload", partial(self._file.run, self._changed)))
 
     def _changed(self) -> None:
         if self._app[FRONT].plan.config.config.watch:

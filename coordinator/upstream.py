@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import ssl
     from collections.abc import Callable, Coroutine, Mapping, Sequence
 
+    from coordinator.background import Faults
     from coordinator.context import RequestContext
     from coordinator.metrics import Metrics
     from coordinator.routing.router import Router
@@ -76,6 +77,7 @@ class HttpUpstream:
         links: Mapping[str, RoleLink],
         carry: Sequence[str],
         metrics: Metrics,
+        faults: Faults,
         media: MediaFetcher,
         parsers: Parsers | None = None,
     ) -> None:
@@ -85,6 +87,7 @@ class HttpUpstream:
         self.parsers = parsers
         self._carry = tuple(carry)
         self._metrics = metrics
+        self._faults = faults
         self._watcher = Watcher(metrics, time.monotonic)
         self._budget = RetryBudget()
         self._lingering: set[asyncio.Task[Any]] = set()
@@ -219,6 +222,8 @@ class HttpUpstream:
                 await self._hear_out(ctx, call)
         except (ApiError, *WIRE_FAULTS):
             pass  # nobody is left to be told
+        except Exception as error:
+            self._faults.tell("lingering", error)
         finally:
             await call.aclose()
         open_s = asyncio.get_running_loop().time() - call.began

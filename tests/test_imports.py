@@ -54,7 +54,7 @@ class Row:
 
 ENVELOPE = family("envelope")
 CONTRACT = ("coordinator.step", "coordinator.context")
-PLAIN = ("addresses", "admission", "headers", "pipeline", "metrics", "logs", "shapes", "verdict")
+PLAIN = ("addresses", "admission", "background", "headers", "pipeline", "metrics", "logs", "shapes", "verdict")
 PLAIN_TOLD = tuple(f"coordinator.telemetry.{name}" for name in ("pace", "redact"))
 CORE = (*CONTRACT, *(f"coordinator.{name}" for name in PLAIN), *PLAIN_TOLD)
 WIRED = (

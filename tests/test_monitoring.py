@@ -205,6 +205,7 @@ TROUBLES: dict[str, Callable[[Fleet, int], None]] = {
     "CoordinatorDown": down,
     "RequestsFail": lambda fleet, step: fleet.request("leg_failed"),
     "CoordinatorFault": lambda fleet, step: fleet.request("internal_error") if step == 25 else None,
+    "BackgroundFault": lambda fleet, step: fleet.metrics.background_failed("probes") if step == 25 else None,
     "WorkerFails": lambda fleet, step: fleet.leg("decode", "LegTimeout", "10.0.0.2:8000"),
     "WorkersLeftOut": left_out,
     "StreamsBreakOff": breaks,

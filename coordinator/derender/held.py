@@ -14,6 +14,7 @@ from coordinator.derender.pool import VLLM, ParserPool, ParserSettings, Unusable
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from coordinator.background import Faults
     from coordinator.problems import ConfigError
 
 _NOT_INSTALLED = (
@@ -24,12 +25,13 @@ _NOT_INSTALLED = (
 class ParserPools:
     """Every pool that is made, by its settings."""
 
-    def __init__(self, engine: str = VLLM) -> None:
+    def __init__(self, faults: Faults, engine: str = VLLM) -> None:
+        self._faults = faults
         self._engine = engine
         self._pools: dict[ParserSettings, ParserPool] = {}
 
     def of(self, settings: ParserSettings) -> ParserPool:
-        return self._pools.setdefault(settings, ParserPool(settings, self._engine))
+        return self._pools.setdefault(settings, ParserPool(settings, self._faults, self._engine))
 
 
 class HeldParsers:

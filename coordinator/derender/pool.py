@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from coordinator.derender.process import ParserProcess
@@ -16,6 +17,7 @@ from envelope.errors import NoWorker
 from envelope.json_codec import dumps, loads
 
 if TYPE_CHECKING:
+    from coordinator.background import Faults
     from envelope.json_codec import Json
 
 VLLM = "coordinator.derender.vllm_parsers:Parsers"
@@ -52,7 +54,8 @@ class Unusable(Exception):
 class ParserPool:
     """Implements ``coordinator.step.Parsers``."""
 
-    def __init__(self, settings: ParserSettings, engine: str = VLLM) -> None:
+    def __init__(self, settings: ParserSettings, faults: Faults, engine: str = VLLM) -> None:
+        self._faults = faults
         self.settings = settings
         self.engine = engine
         self._processes: list[ParserProcess] = []
@@ -77,7 +80,8 @@ class ParserPool:
             await self.release()
             raise
         loop = asyncio.get_running_loop()
-        self._keepers = [loop.create_task(self._keep(process)) for process in first]  # owned: release() ends them
+        keeping = (self._faults.keep_up("parsers", partial(self._keep, process)) for process in first)
+        self._keepers = [loop.create_task(one) for one in keeping]  # owned: release() ends them
 
     async def release(self) -> None:
         """End the processes once everybody who started them has released them."""
@@ -138,7 +142,7 @@ class ParserPool:
         self._processes.append(process)
         try:
             await process.start()
-        except OSError:
+        except Exception:
             await self._drop(process)
             raise
         return process
@@ -171,4 +175,5 @@ class ParserPool:
 
     async def _drop(self, process: ParserProcess) -> None:
         await process.stop()  # before it is forgotten: given up halfway, release() does it again
-        self._processes.remove(process)
+        if process in self._processes:  # not where this is done again, after a fault
+            self._processes.remove(process)

@@ -6,7 +6,7 @@ import asyncio
 import signal
 from typing import TYPE_CHECKING, Any
 
-from coordinator.app import FRONT, METRICS
+from coordinator.app import FAULTS, FRONT, METRICS
 from coordinator.logs import log
 from coordinator.processes.channel import COUNTS, STATUS, Channel
 from coordinator.processes.totals import families, page
@@ -50,9 +50,10 @@ class Member:
         await self._channel.send("listening", tuple(addresses))
 
     async def run(self) -> None:
+        faults = self._app[FAULTS]
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._apply())
-            await self._obey()
+            tasks.create_task(faults.keep_up("reload", self._apply))
+            await faults.keep_up("supervisor", self._obey)
 
     async def _obey(self) -> None:
         """Do as the supervisor says, until it is gone: without it nobody would end this process."""

@@ -8,10 +8,10 @@ the pool is emptied. Who is not named any more is picked no more, and what it is
 from __future__ import annotations
 
 import asyncio
-import random
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Protocol
 
+from coordinator.background import wait_s
 from coordinator.logs import log
 
 if TYPE_CHECKING:
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
         def discovery_failed(self, role: str) -> None: ...
 
 
-_FIRST_RETRY_S = 1.0
-_LONGEST_RETRY_S = 30.0
+# What has gone well for so long has recovered.
+_WELL_AFTER_S = 30.0
 
 
 class LookupFailed(Exception):
@@ -95,11 +95,11 @@ class Finder:
             except LookupFailed as error:
                 self._fail(str(error))
             except Exception as error:
-                log.exception("%s: looking up workers failed by a fault of the coordinator", self._role)
                 self._fail(repr(error))
+                raise
             # What lists and is then refused the watch has not recovered in between.
-            failures = 1 if self._clock() - begun >= _LONGEST_RETRY_S else failures + 1
-            await asyncio.sleep(_wait_s(failures))
+            failures = 1 if self._clock() - begun >= _WELL_AFTER_S else failures + 1
+            await asyncio.sleep(wait_s(failures))
 
     def _succeed(self, urls: Sequence[str]) -> None:
         self._succeeded_at = self._clock()
@@ -136,12 +136,6 @@ class Discovery:
     def __init__(self, finders: Sequence[Finder]) -> None:
         self._finders = tuple(finders)
 
-    async def run(self) -> None:
-        """Look up for ever; the owner cancels."""
-        async with asyncio.TaskGroup() as tasks:
-            for finder in self._finders:
-                tasks.create_task(finder.run())
-
     async def answered(self, within_s: float) -> bool:
         """Wait for the first workers of every role, but no longer than this; say whether all are known."""
         try:
@@ -151,8 +145,3 @@ class Discovery:
         except TimeoutError:
             return False
         return True
-
-
-def _wait_s(failures: int) -> float:
-    longest: float = min(_LONGEST_RETRY_S, _FIRST_RETRY_S * 2.0 ** min(failures - 1, 10))
-    return random.uniform(longest / 2, longest)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import ssl
     from collections.abc import Callable, Sequence
 
+    from coordinator.background import Faults
     from coordinator.routing.router import Worker
 
 # A full KV cache keeps a new request waiting for about as long as so many that are in the queue.
@@ -116,7 +117,7 @@ class LoadWatch:
         self._asking = asking
         self._silent: set[str] = set()
 
-    async def run(self) -> None:
+    async def run(self, faults: Faults) -> None:
         """Ask for ever; the owner cancels."""
         timeout = aiohttp.ClientTimeout(total=self._asking.timeout_s)
         connector = aiohttp.TCPConnector(limit=_AT_ONCE)
@@ -126,14 +127,18 @@ class LoadWatch:
             while True:
                 async with asyncio.TaskGroup() as tasks:
                     for worker in self._known():
-                        tasks.create_task(self._ask(worker, session))
+                        tasks.create_task(self._ask(worker, session, faults))
                 oldest = asyncio.get_running_loop().time() - self._asking.stale_after_s
                 for worker in self._reports.expire(oldest, self._known()):
                     self._changed(worker)
                 await asyncio.sleep(self._asking.interval_s)
 
-    async def _ask(self, worker: Worker, session: aiohttp.ClientSession) -> None:
-        report = await self._report(worker, session)
+    async def _ask(self, worker: Worker, session: aiohttp.ClientSession, faults: Faults) -> None:
+        try:
+            report = await self._report(worker, session)
+        except Exception as error:  # the others are to be asked all the same
+            faults.tell("load", error)
+            report = None
         if report is not None:
             self._silent.discard(worker.url)
             self._reports.put(worker, report)

@@ -66,9 +66,12 @@ class ModelNames:
         while True:
             await self._wanted.wait()
             self._wanted.clear()
-            listing = await ask()
-            if listing is None:
-                self._wanted.set()
-            else:
+            listing = None
+            try:
+                listing = await ask()
+            finally:
+                if listing is None:
+                    self._wanted.set()
+            if listing is not None:
                 self.learn(listing)
             await asyncio.sleep(_ASK_AGAIN_S if listing is not None else 1.0)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from coordinator.health import Readiness, RoleProbe
 from coordinator.routing.router import Worker
+from tests.background import FaultsTold
 from tests.chaos.mutate import bytes_mutant
 from tests.chaos.report import LINES
 from tests.chaos.test_fuzz_front import counted
@@ -44,12 +45,14 @@ async def test_readiness_outlives_any_answer(rng: random.Random, full: bool) -> 
 
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
         worker = Worker(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
-        readiness = Readiness([RoleProbe("decode", lambda: (worker,), ("/inference/v1/generate",))], 0.0005)
+        probe, faults = RoleProbe("decode", lambda: (worker,), ("/inference/v1/generate",)), FaultsTold()
+        readiness = Readiness([probe], 0.0005, faults)
         asking = asyncio.create_task(readiness.run())
         waiting = asyncio.create_task(enough.wait())
         done, _ = await asyncio.wait((asking, waiting), timeout=600 if full else 20, return_when="FIRST_COMPLETED")
         assert waiting in done, asking
         asking.cancel()
         await asyncio.wait((asking,))
+    assert not faults.counts
     assert all(problem.startswith("decode: ") for problem in readiness.problems())
     LINES.append(f"answers to readiness: {answered} inputs, 0 wrong")

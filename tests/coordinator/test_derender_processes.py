@@ -20,6 +20,7 @@ from coordinator.derender.process import ParserProcess
 from coordinator.problems import ConfigError
 from envelope.errors import BadRequest, LegFailed, NoWorker
 from envelope.json_codec import dumps
+from tests.background import FaultsTold
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -44,7 +45,7 @@ async def started() -> AsyncIterator[Callable[..., Any]]:
     made: list[ParserPool] = []
 
     async def start(**options: Any) -> ParserPool:
-        pool = ParserPool(settings(**options), DOUBLE)
+        pool = ParserPool(settings(**options), FaultsTold(), DOUBLE)
         async with asyncio.timeout(WAIT_S):
             await pool.start()
         made.append(pool)
@@ -189,17 +190,20 @@ async def test_a_process_that_dies_fails_who_is_with_it_and_another_takes_its_pl
     assert (await pool.whole({}, {"text": "a"}))["text"] == "A"
 
 
+@pytest.mark.parametrize("error", [OSError(12, "Cannot allocate memory"), ZeroDivisionError()], ids=repr)
 async def test_a_process_that_cannot_be_started_again_is_tried_until_it_can(
-    started: Any, monkeypatch: pytest.MonkeyPatch
+    started: Any, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
+    """Also where the fault is ours."""
     monkeypatch.setattr(pools, "_BACK_OFF_S", (0.0,))
+    monkeypatch.setattr("coordinator.background._FIRST_WAIT_S", 0.001)
     pool, real, refused = await started(), ParserProcess.start, 0
 
     async def start(process: ParserProcess) -> None:
         nonlocal refused
         refused += 1
         if refused < 3:
-            raise OSError(12, "Cannot allocate memory")
+            raise error
         await real(process)
 
     monkeypatch.setattr(ParserProcess, "start", start)
@@ -284,7 +288,7 @@ async def test_a_request_that_is_cancelled_leaves_nothing_behind(started: Any) -
     ],
 )
 async def test_a_process_that_cannot_be_used_says_why(parser: str, why: str) -> None:
-    pool = ParserPool(settings(parser, processes=2), DOUBLE)
+    pool = ParserPool(settings(parser, processes=2), FaultsTold(), DOUBLE)
     async with asyncio.timeout(WAIT_S):
         with pytest.raises(Unusable, match=why):
             await pool.start()
@@ -299,7 +303,7 @@ def fault(key: str, sentence: str) -> ConfigError:
 
 
 async def test_plans_with_the_same_parsers_share_them_and_the_last_one_ends_them() -> None:
-    made = ParserPools(DOUBLE)
+    made = ParserPools(FaultsTold(), DOUBLE)
     before, after = HeldParsers(made.of(settings()), fault), HeldParsers(made.of(settings()), fault)
     assert made.of(settings(processes=2)) is not before.pool
     async with asyncio.timeout(WAIT_S):
@@ -313,7 +317,7 @@ async def test_plans_with_the_same_parsers_share_them_and_the_last_one_ends_them
 
 
 async def test_what_a_process_cannot_use_is_told_of_the_key_at_fault() -> None:
-    held = HeldParsers(ParserPools(DOUBLE).of(settings("unknown")), fault)
+    held = HeldParsers(ParserPools(FaultsTold(), DOUBLE).of(settings("unknown")), fault)
     with pytest.raises(ConfigError) as caught:
         await held.start()
     assert caught.value.problems == ["tool_parser: there is no 'unknown', did you mean upper?"]
@@ -321,7 +325,7 @@ async def test_what_a_process_cannot_use_is_told_of_the_key_at_fault() -> None:
 
 
 def test_without_vllm_it_is_said_what_to_install() -> None:
-    held = HeldParsers(ParserPool(settings("hermes"), VLLM), fault)
+    held = HeldParsers(ParserPool(settings("hermes"), FaultsTold(), VLLM), fault)
     with pytest.raises(ConfigError) as caught:
         held.check()
     assert caught.value.problems == [
@@ -331,6 +335,6 @@ def test_without_vllm_it_is_said_what_to_install() -> None:
 
 
 def test_a_tokenizer_that_is_no_folder_is_refused_before_anything_is_started() -> None:
-    held = HeldParsers(ParserPool(ParserSettings("/no/such", "x", None, 1, 1.0), DOUBLE), fault)
+    held = HeldParsers(ParserPool(ParserSettings("/no/such", "x", None, 1, 1.0), FaultsTold(), DOUBLE), fault)
     with pytest.raises(ConfigError, match="tokenizer: /no/such is no folder here"):
         held.check()

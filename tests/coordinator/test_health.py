@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from aiohttp import web
 
+from coordinator import health
 from coordinator.health import Readiness, RoleProbe
 from coordinator.routing.router import Worker
+from tests.background import FaultsTold
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -54,7 +56,7 @@ async def asked() -> AsyncIterator[Callable[..., Awaitable[list[str]]]]:
     """Run a Readiness until every role has been asked so many times; return its problems."""
 
     async def run(*probes: RoleProbe, until: Callable[[list[str]], bool]) -> list[str]:
-        readiness = Readiness(probes, 0.001)
+        readiness = Readiness(probes, 0.001, FaultsTold())
         running = asyncio.ensure_future(readiness.run())
         try:
             async with asyncio.timeout(10):
@@ -79,7 +81,7 @@ def probe(*urls: str, role: str = "decode", **options: Any) -> RoleProbe:
 
 
 async def test_before_anybody_was_asked_nobody_is_ready() -> None:
-    assert Readiness([probe(NOBODY), probe(NOBODY, role="prefill")], 1.0).problems() == [
+    assert Readiness([probe(NOBODY), probe(NOBODY, role="prefill")], 1.0, FaultsTold()).problems() == [
         "decode: not asked yet",
         "prefill: not asked yet",
     ]
@@ -173,7 +175,7 @@ async def test_a_worker_that_does_not_fit_is_named_while_others_serve(
     asked: Any, worker: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     fit, misfit = await worker(health=200, generate=400), await worker(health=200, generate=403)
-    readiness = Readiness([probe(fit.url, misfit.url, scale_out=(GENERATE,))], 0.001)
+    readiness = Readiness([probe(fit.url, misfit.url, scale_out=(GENERATE,))], 0.001, FaultsTold())
     with caplog.at_level(logging.WARNING, "coordinator"):
         running = asyncio.ensure_future(readiness.run())
         try:
@@ -195,7 +197,7 @@ async def test_a_route_that_was_proven_is_not_tried_again_until_the_worker_was_g
     def healths(count: int) -> Callable[[list[str]], bool]:
         return lambda _: [path for _, path, _ in made.asked].count("/health") >= count
 
-    readiness = Readiness([probe(made.url, scale_out=(GENERATE,))], 0.001)
+    readiness = Readiness([probe(made.url, scale_out=(GENERATE,))], 0.001, FaultsTold())
     running = asyncio.ensure_future(readiness.run())
     await until(healths(3))
     assert [path for _, path, _ in made.asked].count(GENERATE) == 1
@@ -240,7 +242,7 @@ async def test_a_role_without_workers_is_not_ready_until_one_comes(asked: Any, w
 
 async def test_ready_is_told_once_every_role_is(worker: Any) -> None:
     good, late = await worker(health=200), await worker(health=503)
-    readiness = Readiness([probe(good.url), probe(late.url, role="prefill")], 0.001)
+    readiness = Readiness([probe(good.url), probe(late.url, role="prefill")], 0.001, FaultsTold())
     running = asyncio.ensure_future(readiness.run())
     waiting = asyncio.ensure_future(readiness.until_ready())
     await until(lambda _: told(readiness.problems()))
@@ -272,3 +274,27 @@ async def test_a_worker_s_own_headers_go_with_the_question(asked: Any, worker: A
     named = RoleProbe("decode", lambda: [keyed], scale_out=(GENERATE,))
     assert await asked(named, until=told) == []
     assert {headers["Authorization"] for headers in made.headers} == {"Bearer k"}
+
+
+async def test_a_fault_of_ours_in_asking_one_worker_leaves_the_others_asked(
+    worker: Callable[..., Awaitable[FakeWorker]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good, faults = await worker(health=200), FaultsTold()
+    asks = health._health_fault
+
+    async def faulty(probe: RoleProbe, asked: Worker, session: Any) -> str | None:
+        return await asks(probe, asked, session) if asked.url == good.url else str(1 // 0)
+
+    monkeypatch.setattr(health, "_health_fault", faulty)
+    readiness = Readiness([probe(good.url, NOBODY), probe(NOBODY, role="prefill")], 0.001, faults)
+    running = asyncio.ensure_future(readiness.run())
+    try:
+        async with asyncio.timeout(10):
+            while faults.counts["probes"] < 6:
+                await asyncio.sleep(0.001)
+        sentence = f"asking {NOBODY} failed by a fault of the coordinator; its log has the details"
+        assert (readiness.problems(), readiness.notes()) == ([f"prefill: {sentence}"], [f"decode: {sentence}"])
+        assert not running.done()
+    finally:
+        running.cancel()
+        await asyncio.wait((running,))

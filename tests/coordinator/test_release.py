@@ -14,6 +14,7 @@ from coordinator.release import Releaser
 from coordinator.step import Leg, Reply
 from envelope.errors import LegFailed
 from envelope.formats import Format
+from tests.background import FaultsTold
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -49,10 +50,26 @@ async def test_that_one_was_taken_is_no_word_on_another_of_the_same_request(monk
     workers, metrics = Workers(), Metrics(CollectorRegistry())
     ctx = RequestContext("id", "id-1", Format.CHAT, {}, (), {}, stream=False)
     ctx.abandoned, ctx.handover, ctx.handover_fetched = [{"name": "other"}, {"name": "one"}], {"name": "read"}, True
-    releaser = Releaser(fetching, workers, metrics)  # type: ignore[arg-type]
+    releaser = Releaser(fetching, workers, metrics, FaultsTold())  # type: ignore[arg-type]
     async with asyncio.timeout(5):
         releaser.release(ctx)
         await releaser.close()
     assert sorted(workers.asked) == ["one", "other", "other"]
     assert metrics.registry.get_sample_value("coordinator_handovers_released_total", {"outcome": "delivered"}) == 2
     assert (ctx.handover, ctx.handover_fetched) == ({"name": "read"}, True)
+
+
+async def test_a_fault_of_ours_is_told_of_and_leaves_the_others_delivered() -> None:
+    def faulty(ctx: RequestContext, handover: Mapping[str, Any]) -> Leg:
+        return fetching(ctx, handover) if handover["name"] == "one" else 1 // 0  # type: ignore[return-value]
+
+    workers, metrics, faults = Workers(), Metrics(CollectorRegistry()), FaultsTold()
+    ctx = RequestContext("id", "id-1", Format.CHAT, {}, (), {}, stream=False)
+    ctx.abandoned = [{"name": "other"}, {"name": "one"}]
+    releaser = Releaser(faulty, workers, metrics, faults)  # type: ignore[arg-type]
+    async with asyncio.timeout(5):
+        releaser.release(ctx)
+        await releaser.close()
+    assert (workers.asked, faults.counts) == (["one"], {"release": 1})
+    name = "coordinator_handovers_released_total"
+    assert metrics.registry.get_sample_value(name, {"outcome": "InternalError"}) == 1

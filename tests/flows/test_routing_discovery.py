@@ -58,7 +58,7 @@ class ByKubernetes:
 
 @pytest.fixture(params=["dns", "kubernetes"])
 async def by(request, tmp_path, monkeypatch):
-    monkeypatch.setattr("coordinator.routing.discovery._FIRST_RETRY_S", 0.02)
+    monkeypatch.setattr("coordinator.background._FIRST_WAIT_S", 0.02)
     if request.param == "dns":
         async with DnsServer() as server:
             yield ByDns(server)

@@ -11,6 +11,7 @@ import pytest
 
 from coordinator.routing.discovery import Discovery, Finder, LookupFailed
 from coordinator.routing.members import Members
+from tests.background import FaultsTold
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
@@ -55,7 +56,7 @@ class Events:
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coordinator.routing.discovery._FIRST_RETRY_S", 0.0)
+    monkeypatch.setattr("coordinator.background._FIRST_WAIT_S", 0.0)
 
 
 async def played(
@@ -71,7 +72,7 @@ async def played(
 
     script, members, events = Script(*says), Members(), Events()
     finder = Finder("prefill", members, script, keep_s, events, clock)
-    running = asyncio.create_task(finder.run())
+    running = asyncio.create_task(FaultsTold().keep_up("discovery", finder.run))
     try:
         async with asyncio.timeout(5):
             await script.spent.wait()
@@ -146,7 +147,7 @@ async def test_a_fault_of_our_own_is_logged_and_does_not_end_the_looking(caplog:
     _, members, events = await played(KeyError("metadata"), [A])
     assert urls(members) == [A]
     assert events.failed == 1
-    assert caplog.records[0].exc_info is not None
+    assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [KeyError]
 
 
 async def test_before_the_first_answer_workers_are_being_looked_up() -> None:
@@ -158,13 +159,13 @@ async def test_the_start_waits_for_every_first_answer_but_not_for_ever() -> None
     scripts = Script([A]), Script()
     members: Any = Members(), Members()
     finders = [Finder("decode", m, s, None, Events(), lambda: 0.0) for m, s in zip(members, scripts, strict=True)]
-    discovery = Discovery(finders)
-    running = asyncio.create_task(discovery.run())
-    assert not await discovery.answered(0.05)
+    running = [asyncio.create_task(finder.run()) for finder in finders]
+    assert not await Discovery(finders).answered(0.05)
     assert finders[0].answered.is_set() and not finders[1].answered.is_set()
     assert await Discovery(finders[:1]).answered(5.0)
-    running.cancel()
-    await asyncio.wait((running,))
+    for task in running:
+        task.cancel()
+    await asyncio.wait(running)
 
 
 # (seconds from one reading of the clock to the next, how often it has failed in a row each time that it waits)
@@ -182,15 +183,7 @@ async def test_an_answer_between_two_failures_is_no_recovery_unless_it_lasted(
         waited.append(failures)
         return 0.0
 
-    monkeypatch.setattr("coordinator.routing.discovery._wait_s", wait_s)
+    monkeypatch.setattr("coordinator.routing.discovery.wait_s", wait_s)
     failed = LookupFailed("no watch")
     await played([A], failed, [A], failed, [A], failed, steps_s=steps_s)
     assert waited == in_a_row
-
-
-async def test_failures_in_a_row_are_waited_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    from coordinator.routing import discovery
-
-    monkeypatch.setattr(discovery, "_FIRST_RETRY_S", 1.0)
-    monkeypatch.setattr(discovery.random, "uniform", lambda low, high: high)
-    assert [discovery._wait_s(failures) for failures in (1, 2, 3, 6, 2000)] == [1.0, 2.0, 4.0, 30.0, 30.0]

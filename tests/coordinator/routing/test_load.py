@@ -12,6 +12,7 @@ from aiohttp import web
 from coordinator.routing.load import Asking, LoadWatch, Report, Reports, read
 from coordinator.routing.policies import LeastLoaded
 from coordinator.routing.router import PoolLoad, Worker
+from tests.background import FaultsTold
 from tests.coordinator.routing.pools import URLS, asked, letters, made
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ async def test_workers_are_asked_in_the_background_and_one_that_falls_silent_is_
     worker, reports, changed = Worker(url, (("Authorization", "Bearer k"),)), Reports(), list[Worker]()
     watch = LoadWatch(reports, lambda: (worker,), changed.append, Asking(0.002, 5.0, 0.02))
     with caplog.at_level(logging.WARNING, "coordinator"):
-        running = asyncio.ensure_future(watch.run())
+        running = asyncio.ensure_future(watch.run(FaultsTold()))
         try:
             await until(lambda: reports.pressure(worker) == 6)
             says.page = b"vllm:num_requests_waiting 2\n"
@@ -146,13 +147,32 @@ async def test_a_page_that_comes_in_pieces_is_read_to_its_end(aiohttp_server: An
     app.router.add_get("/metrics", answer)
     worker, reports = Worker(str((await aiohttp_server(app)).make_url("/")).rstrip("/")), Reports()
     watch = LoadWatch(reports, lambda: (worker,), lambda _: None, Asking(1.0, 5.0, 60.0))
-    running = asyncio.ensure_future(watch.run())
+    running = asyncio.ensure_future(watch.run(FaultsTold()))
     try:
         await until(lambda: worker in reports._last)
     finally:
         running.cancel()
         await asyncio.wait((running,))
     assert (reports._last[worker].waiting, reports._last[worker].kv_usage) == (6, 0.5)
+
+
+async def test_a_fault_of_ours_in_asking_one_worker_leaves_the_others_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    workers, reports, faults = (Worker("http://a"), Worker("http://b")), Reports(), FaultsTold()
+    watch = LoadWatch(reports, lambda: workers, lambda _: None, Asking(0.001, 5.0, 60.0))
+
+    async def report(worker: Worker, session: object) -> Report:
+        if worker is workers[0]:
+            raise ZeroDivisionError
+        return Report(7.0, 0.0, 0, asyncio.get_running_loop().time())
+
+    monkeypatch.setattr(watch, "_report", report)
+    running = asyncio.ensure_future(watch.run(faults))
+    try:
+        await until(lambda: faults.counts["load"] >= 3)
+    finally:
+        running.cancel()
+        await asyncio.wait((running,))
+    assert [reports.pressure(worker) for worker in workers] == [0, 7]
 
 
 def test_the_file_s_policy_and_the_watch_share_what_is_known() -> None:
