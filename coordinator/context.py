@@ -16,6 +16,7 @@ slot                  set by                  read by
 ``heard``             upstream                pipeline (what a step's answers say for later legs)
 ``carried``           pipeline, routing       upstream (headers of later legs)
 ``on_late_handover``  server                prefill and upstream, when it is known only after the client has left
+``prefill_at``        upstream                upstream (who cannot decode: none fetches from itself)
 ``failed``            upstream                upstream (workers to avoid when a leg is made again)
 ``prompt_tokens``     routing                 routing (what a leg weighs)
 ``blocks``            routing                 routing (what the prompt begins with)
@@ -181,6 +182,7 @@ class RequestContext:
     rendered: Json | None = None
     ec_params: Mapping[str, Any] | None = None
     prefilled: bool = False
+    prefill_at: str = ""
     handover: Mapping[str, Any] | None = None
     handover_at: float = 0.0
     handover_fetched: bool = False

@@ -69,6 +69,8 @@ def links(config: Config, steps: Sequence[Step], credentials: Credentials | Clos
                 tls=credentials.verification(gateway, at),
                 our_key=_our_key(config, gateway, at),
             )
+    if "prefill" in found and "decode" in found and isinstance(found["prefill"].router, HeaderRouter):
+        found["prefill"].router.other = found["decode"].router
     for index, step in enumerate(steps):
         address = step.params.address if isinstance(step, (Render, Derender)) else None
         if isinstance(step, (Render, Derender)) and address is not None and step.role is not None:
@@ -91,11 +93,7 @@ def _pool_router(
     assert pool.allow is not None
     if pool is config.pools.encode:
         return HeaderRouter(pool.header, pool.allow, spread=True, headers=headers)
-    others = [other for other in (config.pools.prefill, config.pools.decode) if other not in (None, pool)]
-    # A worker cannot hand its blocks to itself: named for both legs, it does both at once.
-    never = [url for other in others if other is not None for url in other.endpoints or ()]
-    required = pool is config.pools.decode
-    return HeaderRouter(pool.header, pool.allow, never, required=required, headers=headers)
+    return HeaderRouter(pool.header, pool.allow, required=pool is config.pools.decode, headers=headers)
 
 
 def _our_key(config: Config, of: Outbound, at: Path) -> str | None:

@@ -15,6 +15,7 @@ from coordinator.retry import RetryBudget, may_go_on, spent, wait_s
 from coordinator.routing.router import Worker
 from coordinator.step import Reply
 from coordinator.telemetry.attempt import Watcher
+from coordinator.units import origin
 from coordinator.verdict import refusal
 from coordinator.wire import Broken, Pool, request_head
 from envelope.errors import ApiError, LegError, LegFailed, LegTimeout, LegUnreadable, NoWorker
@@ -107,10 +108,13 @@ class HttpUpstream:
             pool.close()
 
     def serves(self, ctx: RequestContext, role: str) -> bool:
-        return self.links[role].router.serves(ctx)
+        router = self.links[role].router
+        if not router.serves(ctx):
+            return False
+        return role != "prefill" or not (only := self._only_decode(ctx)) or router.at(ctx).keys() != {only}
 
     def choose(self, ctx: RequestContext, role: str, needs: str = "") -> Worker:
-        if worker := _first_choice(ctx, self.links[role].router, needs):
+        if worker := _first_choice(ctx, self.links[role].router, needs, self._barred(ctx, role)):
             return worker
         raise NoWorker(role, f"there is no {role} worker", headers={"Retry-After": "1"})
 
@@ -164,12 +168,14 @@ class HttpUpstream:
         router, tried = self.links[leg.role].router, list[Worker]()
         self._budget.deposit()
         begun = asyncio.get_running_loop().time()
-        needs = leg.needs
-        worker = _first_choice(ctx, router, needs) if leg.to is None else _worker(leg.to)
+        needs, barred = leg.needs, self._barred(ctx, leg.role, fetches=leg.single_use)
+        worker = _first_choice(ctx, router, needs, barred) if leg.to is None else _worker(leg.to)
         while worker is not None:
             call = Call(leg, worker, self._pools[leg.role], len(tried), begun, router.sending(ctx, worker))
             call.watched = watched = self._watcher.begin(ctx, leg, worker, len(tried))
             call.report = router.report
+            if leg.role == "prefill":
+                ctx.prefill_at = worker.url
             try:
                 answer = await once(call)
                 watched.answered(answer)
@@ -184,7 +190,7 @@ class HttpUpstream:
                 error.retryable |= leg.idempotent and isinstance(error, (LegFailed, LegTimeout))
                 if error.retryable:
                     ctx.failed.append(worker)
-                worker = router.pick(ctx, [*tried, *ctx.failed], needs) if error.retryable else None
+                worker = router.pick(ctx, [*tried, *barred, *ctx.failed], needs) if error.retryable else None
                 if call.stale:  # the worker is well: the request begins again, over a new connection
                     error.elsewhere = True
                     raise
@@ -199,6 +205,21 @@ class HttpUpstream:
         if why := router.why_none(needs):
             raise LegFailed(leg.step, f"no {leg.role} worker can do this: {why}")
         raise NoWorker(leg.step, f"there is no {leg.role} worker", headers={"Retry-After": "1"})
+
+    def _barred(self, ctx: RequestContext, role: str, *, fetches: bool = False) -> tuple[Worker, ...]:
+        """Return who may not have a leg: no worker can fetch from itself, and pools that are looked up may overlap.
+
+        Args:
+            fetches: the leg takes what prefill has left.
+        """
+        other = self._only_decode(ctx) if role == "prefill" else origin(ctx.prefill_at) if fetches else ""
+        worker = self.links[role].router.at(ctx).get(other) if other else None
+        return () if worker is None else (worker,)
+
+    def _only_decode(self, ctx: RequestContext) -> str:
+        """Return the origin of the worker that decode is sure to go to; empty where there is a choice."""
+        known = self.links["decode"].router.at(ctx) if "decode" in self.links else {}
+        return next(iter(known)) if len(known) == 1 else ""
 
     def _linger(self, ctx: RequestContext, call: Call) -> None:
         """Hold the connection of a leg for a moment after its client has left, where closing it at once leaks blocks.
@@ -295,9 +316,9 @@ class HttpUpstream:
         return earliest(call.began + limit if limit else None, call.ends_at)
 
 
-def _first_choice(ctx: RequestContext, router: Router, needs: str) -> Worker | None:
+def _first_choice(ctx: RequestContext, router: Router, needs: str, barred: Sequence[Worker]) -> Worker | None:
     """Return a worker that has not failed this request, or else one that has: it may be the only one."""
-    return router.pick(ctx, ctx.failed, needs) or router.pick(ctx, (), needs)
+    return router.pick(ctx, [*barred, *ctx.failed], needs) or router.pick(ctx, barred, needs)
 
 
 def _worker(peer: Peer) -> Worker:

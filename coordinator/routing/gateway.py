@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from coordinator.routing.router import Worker
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from coordinator.context import RequestContext
     from envelope.errors import ApiError
@@ -54,3 +54,6 @@ class GatewayRouter:
 
     def known(self) -> tuple[Worker, ...]:
         return (self._worker,)
+
+    def at(self, ctx: RequestContext) -> Mapping[str, Worker]:
+        return {}

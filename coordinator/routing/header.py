@@ -16,9 +16,10 @@ from coordinator.units import origin, parse_base_url
 from envelope.errors import BadRequest, Forbidden
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from coordinator.context import RequestContext
+    from coordinator.routing.router import Router
     from coordinator.units import AllowEntry
     from envelope.errors import ApiError
 
@@ -34,17 +35,19 @@ class HeaderRouter:
     Args:
         header: lower-case header name.
         allow: who may be named; anybody else is refused, since a header may come from outside.
-        never: base URLs of the workers that do the next leg: naming one of them means "no leg of its own".
         required: the role's leg cannot be left out, so every request must name a worker.
         spread: the role makes many legs of one request: each begins with the next worker, not all with the first.
         headers: what every leg carries.
+
+    Attributes:
+        other: where the leg goes that this one leaves its blocks for. None can fetch from itself, so naming a worker of
+            those means "no leg of its own".
     """
 
     def __init__(
         self,
         header: str,
         allow: Sequence[AllowEntry],
-        never: Sequence[str] = (),
         *,
         required: bool = False,
         spread: bool = False,
@@ -53,7 +56,7 @@ class HeaderRouter:
         self._headers = headers
         self._header = header
         self._allow = tuple(allow)
-        self._never = frozenset(map(origin, never))
+        self.other: Router | None = None
         self._required = required
         self._spread = spread
         self._turn = -1
@@ -63,7 +66,7 @@ class HeaderRouter:
         named = self._named(ctx)
         if not named and self._required:
             raise self._none_named()
-        return bool(named) and origin(named[0]) not in self._never
+        return bool(named) and origin(named[0]) not in self._others(ctx)
 
     def pick(self, ctx: RequestContext, tried: Sequence[Worker] = (), needs: str = "") -> Worker | None:
         named = self._named(ctx)
@@ -73,10 +76,8 @@ class HeaderRouter:
             self._turn += 1
             first = self._turn % len(named)
             named = named[first:] + named[:first]
-        left = (url for url in named if all(worker.url != url for worker in tried))
-        if not self._required:
-            left = (url for url in left if origin(url) not in self._never)
-        url = next(left, None)
+        never = {*self._others(ctx), *(origin(worker.url) for worker in tried)}
+        url = next((url for url in named if origin(url) not in never), None)
         return None if url is None else self._worker(url)
 
     def why_none(self, needs: str) -> str | None:
@@ -96,6 +97,12 @@ class HeaderRouter:
 
     def known(self) -> tuple[Worker, ...]:
         return ()
+
+    def at(self, ctx: RequestContext) -> Mapping[str, Worker]:
+        return {origin(url): self._worker(url) for url in self._named(ctx)}
+
+    def _others(self, ctx: RequestContext) -> Mapping[str, Worker]:
+        return {} if self.other is None else self.other.at(ctx)
 
     def _worker(self, url: str) -> Worker:
         worker = self._workers.setdefault(url, Worker(url, self._headers))

@@ -9,9 +9,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from coordinator.routing.router import PoolLoad, Worker
+from coordinator.units import origin
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
 
 class Members:
@@ -32,12 +33,21 @@ class Members:
         self._leaving: dict[str, Worker] = {}
         self.workers: tuple[Worker, ...] = ()
         self.generation = 0
+        self._by_origin: dict[str, Worker] = {}
+        self._mapped: tuple[Worker, ...] = ()
         self.replace(urls)
 
     @property
     def leaving(self) -> tuple[Worker, ...]:
         """Those that have left with legs still open."""
         return tuple(worker for worker in self._leaving.values() if worker.in_flight)
+
+    def by_origin(self) -> Mapping[str, Worker]:
+        """Return the workers, each by its base URL with the port, however that was written."""
+        if self._mapped is not self.workers:
+            self._by_origin = {origin(worker.url): worker for worker in self.workers}
+            self._mapped = self.workers
+        return self._by_origin
 
     def replace(self, urls: Iterable[str]) -> None:
         """Let these be the workers; who is among them already stays as it is."""

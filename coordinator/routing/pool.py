@@ -126,6 +126,9 @@ class PoolRouter:
     def known(self) -> tuple[Worker, ...]:
         return self.members.workers
 
+    def at(self, ctx: RequestContext) -> Mapping[str, Worker]:
+        return self.members.by_origin()
+
     def places(self, limit: int) -> int:
         """Return how many legs the workers together may have, if each may have so many.
 

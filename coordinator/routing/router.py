@@ -97,3 +97,6 @@ class Router(Protocol):
 
     def known(self) -> tuple[Worker, ...]:
         """Return the workers that can be asked for their health, which may be none."""
+
+    def at(self, ctx: RequestContext) -> Mapping[str, Worker]:
+        """Return the workers that a leg of this request may go to, by origin; empty where nobody here knows them."""

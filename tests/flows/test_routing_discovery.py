@@ -74,8 +74,10 @@ async def by(request, tmp_path, monkeypatch):
 def started(coordinator, by):
     """Start a coordinator whose decode workers are looked up, or those of other roles."""
 
-    async def start(fleet, *, roles=("decode",), keep="10m", **options):
+    async def start(fleet, *, roles=("decode",), keep="10m", named=None, **options):
         pools = {role: {"endpoints": None, **by.pool(role, keep=keep)} for role in roles}
+        if named is not None:
+            pools["prefill"] = named
         if "render" in roles:
             options["pipeline"] = {"steps": [{"type": "render"}, {"type": "prefill"}, {"type": "decode"}]}
         return await coordinator(fleet, "text", pools=pools, **options)
@@ -118,6 +120,55 @@ async def test_a_worker_that_leaves_ends_its_stream_and_gets_no_new_leg(by, star
         answer = await live.rest()
     assert answer.raw.endswith(b"data: [DONE]\n\n")
     assert not members.leaving
+
+
+@pytest.mark.parametrize("decodes", [1, 2])
+async def test_a_decode_worker_that_is_named_for_prefill_does_both(by, started, fleet_of, legs, decodes):
+    """A sidecar's header and workers that are looked up: none can fetch from itself."""
+    fleet = await fleet_of(decodes=decodes)
+    by.say("decode", *fleet.decodes)
+    named = {"endpoints": None, "header": "x-prefiller-host-port", "allow": ["127.0.0.1", "localhost"]}
+    at = await started(fleet, named=named)
+    for worker in at.upstream.links["decode"].router.known():
+        got = await at.chat("Say hello.", ("x-prefiller-host-port", worker.url.removeprefix("http://")))
+        assert got.status == 200
+    sent = [leg for worker in fleet.decodes for leg in legs(worker)]
+    assert (len(sent), [leg for leg in sent if leg.body.get("kv_transfer_params")]) == (decodes, [])
+    got = await at.chat("Say hello.", ("x-prefiller-host-port", fleet.prefill.url.removeprefix("http://")))
+    assert (got.status, len(legs(fleet.prefill)), len(fleet.store.read)) == (200, 1, 1)
+
+
+async def test_where_pools_overlap_decode_goes_to_another_worker_than_prefill(by, started, fleet_of, legs):
+    """One Service for both, say."""
+    fleet = await fleet_of(prefills=2)
+    by.say("prefill", *fleet.prefills)
+    by.say("decode", *fleet.prefills)
+    at = await started(fleet, roles=("prefill", "decode"))
+    for _ in range(6):
+        assert (await at.chat()).status == 200
+    assert len(fleet.store.read) == 6
+    assert await at.count("coordinator_retries_total") == 0
+
+
+async def test_the_only_decode_worker_does_not_prefill(by, started, fleet_of, legs):
+    fleet = await fleet_of(prefills=2)
+    first, second = fleet.prefills
+    by.say("prefill", first, second)
+    by.say("decode", second)
+    at = await started(fleet, roles=("prefill", "decode"))
+    for _ in range(4):
+        assert (await at.chat()).status == 200
+    assert (len(legs(first)), len(legs(second)), len(fleet.store.read)) == (4, 4, 4)
+
+
+async def test_a_worker_alone_in_both_pools_does_both(by, started, fleet, legs):
+    by.say("prefill", fleet.decode)
+    by.say("decode", fleet.decode)
+    at = await started(fleet, roles=("prefill", "decode"))
+    for _ in range(2):
+        assert (await at.chat()).status == 200
+    assert [bool(leg.body.get("kv_transfer_params")) for leg in legs(fleet.decode)] == [False, False]
+    assert await at.count("coordinator_prefills_skipped_total") == 2
 
 
 async def test_nobody_found_is_not_ready_and_503_until_somebody_is(

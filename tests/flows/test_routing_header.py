@@ -124,6 +124,35 @@ async def test_decode_may_be_named_by_a_header_too(named_decode, fleet):
     assert (got.status, got.text) == (200, HELLO)
 
 
+async def test_a_prefill_worker_that_is_named_for_decode_does_not_prefill(coordinator, fleet_of, legs):
+    """Another one does; where there is none, decode does both."""
+    fleet = await fleet_of(prefills=2)
+    decode = {"endpoints": None, "header": "x-decode-host-port", "allow": ["127.0.0.0/8"]}
+    first, second = fleet.prefills
+    at = await coordinator(fleet, pools={"decode": decode})
+    for _ in range(2):
+        got = await at.chat("Say hello.", ("x-decode-host-port", named(second)[1]))
+        assert (got.status, got.text) == (200, HELLO)
+    assert (len(legs(first)), len(legs(second)), len(fleet.store.read)) == (2, 2, 2)
+    alone = await coordinator(fleet, pools={"decode": decode, "prefill": {"endpoints": [second.url]}})
+    got = await alone.chat("Say hello.", ("x-decode-host-port", named(second)[1]))
+    assert (got.status, got.text) == (200, HELLO)
+    assert "kv_transfer_params" not in legs(second)[-1].body
+
+
+async def test_both_headers_may_name_one_worker(coordinator, fleet, legs):
+    pools = {
+        "prefill": {"endpoints": None, "header": HEADER, "allow": ["127.0.0.1"]},
+        "decode": {"endpoints": None, "header": "x-decode-host-port", "allow": ["127.0.0.1"]},
+    }
+    at = await coordinator(fleet, pools=pools)
+    address = named(fleet.decode)[1]
+    got = await at.chat("Say hello.", (HEADER, address), ("x-decode-host-port", address))
+    assert (got.status, got.text) == (200, HELLO)
+    [leg] = legs(fleet.decode)
+    assert "kv_transfer_params" not in leg.body
+
+
 @pytest.mark.parametrize(
     ("headers", "status"),
     [((), 400), ((("x-decode-host-port", "no host"),), 400), ((("x-decode-host-port", "10.0.0.1:80"),), 403)],
