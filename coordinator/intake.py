@@ -11,12 +11,14 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from envelope.errors import BadRequest, ReadTimeout, TooLarge, UnsupportedMedia
-from envelope.json_codec import JSONDecodeError, loads
+from envelope.json_codec import JSONDecodeError
+from envelope.written import loads_body
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
     from coordinator.context import Headers
+    from envelope.formats import Format
 
 # What aiohttp inflates by itself. Brotli and zstd depend on what else is installed, so they are not offered.
 _ENCODINGS = ("", "identity", "gzip", "deflate")
@@ -34,8 +36,8 @@ class Intake:
         self._max_body_bytes = max_body_bytes
         self._read_timeout_s = read_timeout_s
 
-    async def read_json(self, request: web.Request) -> Any:
-        """Return the parsed body.
+    async def read_json(self, request: web.Request, api: Format) -> Any:
+        """Return the parsed body of a request to an API.
 
         Raises:
             UnsupportedMedia, TooLarge, ReadTimeout, BadRequest.
@@ -43,7 +45,7 @@ class Intake:
         self.check_head(request)
         raw = await self._read(request)
         try:
-            return loads(raw)
+            return loads_body(api, raw)
         except (JSONDecodeError, RecursionError) as error:
             raise BadRequest(f"the request body is not JSON: {_where(error)}") from None
 

@@ -187,7 +187,7 @@ class Front:
         self, request: web.Request, api: Format, client_id: str, plan: Plan, trace: Trace
     ) -> RequestContext:
         routing = {name: value for name in plan.routing_headers if (value := single(request, name)) is not None}
-        body = without_transfer_params(check(api, await plan.intake.read_json(request)))
+        body = without_transfer_params(check(api, await plan.intake.read_json(request, api)))
         return RequestContext(
             request_id=client_id,
             leg_id=leg_id(client_id),
@@ -224,7 +224,8 @@ class Front:
 
         async def count(headers: Headers, client_id: str) -> bytes:
             await permit.begin()
-            return await plan.questions.count_tokens(headers, client_id, await plan.intake.read_json(request))
+            asked = await plan.intake.read_json(request, Format.MESSAGES)
+            return await plan.questions.count_tokens(headers, client_id, asked)
 
         try:
             return await self._question(request, "count_tokens", Format.MESSAGES, count, plan)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from envelope.formats import PATHS, Format
 from envelope.generate import DERENDER, TEXT
+from envelope.json_codec import loads_lenient
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -66,6 +67,7 @@ class Leg:
         tied: another leg in flight waits for it, or it for that one, so it is never sent again by itself.
         one_id: workers know it by the request's own id, however often it is sent.
         runs_on_s: how long it is left to run when nobody waits for it any more, since a worker waits for its end.
+        read: parses a whole answer, or raises JSONDecodeError.
     """
 
     step: str
@@ -84,6 +86,7 @@ class Leg:
     one_id: bool = False
     runs_on_s: float = 0.0
     method: str = "POST"
+    read: Callable[[bytes], Any] = loads_lenient
 
     @property
     def needs(self) -> str:

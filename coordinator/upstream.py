@@ -19,7 +19,7 @@ from coordinator.units import origin
 from coordinator.verdict import refusal
 from coordinator.wire import Broken, Pool, request_head
 from envelope.errors import ApiError, LegError, LegFailed, LegTimeout, LegUnreadable, NoWorker
-from envelope.json_codec import JSONDecodeError, dumps, loads_lenient
+from envelope.json_codec import JSONDecodeError, dumps
 
 if TYPE_CHECKING:
     import ssl
@@ -271,7 +271,7 @@ class HttpUpstream:
         closes idle connections on its own clock, and the notice may cross our request on the wire.
         """
         leg = call.leg
-        body = dumps(leg.body) if leg.method == "POST" else b""
+        body = dumps(leg.body, as_written=True) if leg.method == "POST" else b""
         trace = () if call.watched is None else call.watched.headers
         headers = leg_headers(ctx, leg, call.worker, call.attempt, trace)
         length = len(body) if leg.method == "POST" else None
@@ -296,7 +296,7 @@ class HttpUpstream:
         if not 200 <= status < 300:
             raise refusal(leg, status, call.connection.headers, raw, self.links[leg.role].our_key)
         try:
-            body = loads_lenient(raw)
+            body = leg.read(raw)
         except (JSONDecodeError, RecursionError):
             raise LegUnreadable(leg.step, "the worker's answer is not JSON") from None
         if not isinstance(body, (dict, list)):

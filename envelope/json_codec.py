@@ -7,6 +7,7 @@ such a (rare) body is read again by the standard library, which keeps it exact.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import orjson
@@ -20,14 +21,17 @@ _SHORT_LIST = 64
 _MAX_DEPTH = 250  # orjson writes 254 levels, and a leg may hold a client's object a little deeper
 
 
-def loads(raw: bytes | bytearray | memoryview | str) -> Any:
+def loads(raw: bytes | bytearray | memoryview | str, *, depth: int = 0) -> Any:
     """Parse a JSON text; integers stay integers, whatever their size.
+
+    Args:
+        depth: how many levels it is to stand in.
 
     Raises:
         JSONDecodeError: not JSON, not UTF-8, or nested deeper than 250 levels.
     """
     value = orjson.loads(raw)
-    if _has_huge_float(value):
+    if _has_huge_float(value, depth):
         return json.loads(bytes(raw) if isinstance(raw, memoryview) else raw)
     return value
 
@@ -47,15 +51,30 @@ def loads_lenient(raw: bytes) -> Any:
             raise strict from None
 
 
-def dumps(value: Any) -> bytes:
-    """Serialize compactly as UTF-8; NaN and Infinity become null, so the result is always strict JSON."""
+def dumps(value: Any, *, as_written: bool = False) -> bytes:
+    """Serialize compactly as UTF-8; NaN and Infinity become null, so the result is always strict JSON.
+
+    Args:
+        as_written: what has kept its text (``envelope.written``) is put in as it came, whatever its spaces.
+    """
     try:
-        return orjson.dumps(value)
+        return orjson.dumps(value, default=_text_of, option=orjson.OPT_PASSTHROUGH_SUBCLASS if as_written else None)
     except TypeError:  # an integer beyond 64 bits, or a lone surrogate
         return json.dumps(_finite(value), separators=(",", ":"), allow_nan=False).encode()
 
 
-def _has_huge_float(value: Any) -> bool:
+def _text_of(value: Any) -> orjson.Fragment:
+    """Return the text of a value that has kept it; orjson asks for what it cannot write itself.
+
+    Raises:
+        TypeError: it has none.
+    """
+    if not isinstance(raw := getattr(value, "raw", None), bytes):
+        raise TypeError
+    return orjson.Fragment(raw)
+
+
+def _has_huge_float(value: Any, depth: int = 0) -> bool:
     """Say whether a float stands where a huge integer may have been.
 
     Long flat lists (token ids) are looked at by their first item only: walking them would cost more than
@@ -64,7 +83,7 @@ def _has_huge_float(value: Any) -> bool:
     Raises:
         JSONDecodeError: nested too deeply to be written again.
     """
-    found, level, depth = False, [value], 0
+    found, level = False, [value]
     while level:
         if depth > _MAX_DEPTH:
             raise JSONDecodeError(f"nested too deeply, more than {_MAX_DEPTH} levels", "", 0)
@@ -86,6 +105,8 @@ def _finite(value: Any) -> Any:
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list):
         return [_finite(item) for item in value]
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):  # token ids that were never numbers yet
+        return list(value)
     if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
         return None
     return value

@@ -15,7 +15,7 @@ from envelope.kv_transfer import put_in_generate, without_transfer_params
 from envelope.sampling import client_sampling, complete
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from envelope.features import Feature
     from envelope.json_codec import Json
@@ -169,12 +169,12 @@ def prefill_generate(generate: Json, kv: Mapping[str, Any]) -> Json:
     return put_in_generate(prefill_reset(generate), kv)
 
 
-def prefill_openai(api: Format, body: Json, kv: Mapping[str, Any], token_ids: list[int] | None) -> Json:
+def prefill_openai(api: Format, body: Json, kv: Mapping[str, Any], token_ids: Sequence[int] | None) -> Json:
     """Return the prefill leg on the client's own route."""
     return _with_openai_kv(api, one_token_openai(api, body), kv, token_ids)
 
 
-def decode_openai(api: Format, body: Json, kv: Mapping[str, Any] | None, token_ids: list[int] | None) -> Json:
+def decode_openai(api: Format, body: Json, kv: Mapping[str, Any] | None, token_ids: Sequence[int] | None) -> Json:
     """Return the decode leg on the client's own route: the client's body, enriched."""
     return _with_openai_kv(api, body, kv or {}, token_ids)
 
@@ -231,7 +231,7 @@ def _given(body: Json, names: tuple[str, ...]) -> Json:
     return {name: body[name] for name in names if body.get(name) is not None}
 
 
-def _with_openai_kv(api: Format, leg: Json, kv: Mapping[str, Any], token_ids: list[int] | None) -> Json:
+def _with_openai_kv(api: Format, leg: Json, kv: Mapping[str, Any], token_ids: Sequence[int] | None) -> Json:
     """Add the hand-over, and the tokens so that the worker need not tokenize again.
 
     ``kv_transfer_params.prompt_token_ids`` takes the place of templating on the chat, responses and messages routes;

@@ -11,6 +11,8 @@ from envelope.client_request import prompt_token_ids
 from envelope.json_codec import dumps
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from envelope.formats import Format
     from envelope.json_codec import Json
 
@@ -23,7 +25,7 @@ _BEFORE = ("tools", "system", "instructions")
 _CONVERSATION = ("messages", "input", "prompt")
 
 
-def known_tokens(api: Format, body: Json, rendered: Json | None) -> list[int] | None:
+def known_tokens(api: Format, body: Json, rendered: Json | None) -> Sequence[int] | None:
     """Return the prompt's tokens, of render or of a client who tokenized it; None while it is text."""
     return prompt_token_ids(api, body) if rendered is None else rendered["token_ids"]
 

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING
 from envelope.client_request import has_media
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from coordinator.context import RequestContext
 
 
-def prompt_ids(ctx: RequestContext) -> list[int] | None:
+def prompt_ids(ctx: RequestContext) -> Sequence[int] | None:
     """Return render's token ids, or None where the worker must see the request itself.
 
     Beside media the ids would drop it, and with ``echo`` the worker needs the prompt's text.

@@ -24,6 +24,8 @@ from envelope.formats import RENDER_PATHS, Format
 from envelope.kv_transfer import without_transfer_params
 from envelope.legs import from_render, from_token_prompt
 from envelope.media_items import check_kinds, counts, has_sound_in_video, media_items
+from envelope.token_ids import are_token_ids
+from envelope.written import loads_rendered
 from steps.params import StepParams
 
 if TYPE_CHECKING:
@@ -199,7 +201,7 @@ class Render:
         body = {key: value for key, value in ctx.body.items() if key not in ("mm_payload", "return_mm_kwargs")}
         if not self._settings.tokens_in and has_media(body):
             body["mm_payload"] = "none"  # tensors are megabytes, and no leg would be sent them
-        leg = Leg(self.type, "render", RENDER_PATHS[ctx.api], body, self._limits)
+        leg = Leg(self.type, "render", RENDER_PATHS[ctx.api], body, self._limits, read=loads_rendered)
         reply = await upstream.post_json(ctx, leg)
         return from_render(self._with_checked_media(ctx, self._one_prompt(reply.body)), ctx.api, ctx.body)
 
@@ -207,7 +209,7 @@ class Render:
         """Return the one rendered prompt; the completions route answers with a list of them."""
         if isinstance(answer, list) and len(answer) == 1:
             answer = answer[0]
-        if not isinstance(answer, dict) or not _are_token_ids(answer.get("token_ids")):
+        if not isinstance(answer, dict) or not are_token_ids(answer.get("token_ids")):
             raise LegUnreadable(self.type, "the render service's answer has no token_ids; is it a vLLM render route?")
         for name in ("sampling_params", "reasoning_parser_kwargs", "parse_context"):
             if not isinstance(answer.get(name) or {}, dict):
@@ -231,8 +233,8 @@ class Render:
         return rendered
 
     def _check_limits(self, api: Format, rendered: Json) -> None:
-        tokens, most = len(rendered["token_ids"]), self.params.max_total_tokens
-        if most and tokens > most:
+        most = self.params.max_total_tokens
+        if most and (tokens := len(rendered["token_ids"])) > most:
             raise BadRequest(f"the prompt has {tokens} tokens; at most {most} are accepted here", param=_PROMPTS[api])
         most = self.params.max_total_placeholder_tokens
         if most and (tokens := _placeholder_tokens(rendered)) > most:
@@ -250,10 +252,6 @@ _PROMPTS = {
     Format.MESSAGES: "messages",
     Format.GENERATE: "token_ids",
 }
-
-
-def _are_token_ids(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and set(map(type, value)) == {int}
 
 
 def _placeholder_tokens(rendered: Json) -> int:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from envelope.token_ids import TokenIds
+
 _WORDS = frozenset(
     (
         *("role", "type", "object", "finish_reason", "output_mode", "modality"),
@@ -34,6 +36,8 @@ def redacted(value: Any, key: str = "", depth: int = 0) -> Any:
     """Return a copy of parsed JSON that may be logged."""
     if isinstance(value, str):
         return value if key in _WORDS and _WORD.fullmatch(value) else f"<{len(value)} characters>"
+    if isinstance(value, TokenIds):
+        return f"<{len(value)} numbers>"
     if not isinstance(value, (dict, list)):
         return value
     if key in _CLOSED or depth >= _DEEPEST:

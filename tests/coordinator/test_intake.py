@@ -17,6 +17,7 @@ from multidict import CIMultiDict
 
 from coordinator.intake import Intake, header_pairs, single
 from envelope.errors import ApiError, BadRequest, ReadTimeout, TooLarge, UnsupportedMedia
+from envelope.formats import Format
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -36,7 +37,7 @@ async def post(aiohttp_server: Any) -> AsyncIterator[Callable[..., Awaitable[Any
 
     async def handle(request: web.Request) -> web.Response:
         try:
-            read.append(await request.app[INTAKE].read_json(request))
+            read.append(await request.app[INTAKE].read_json(request, Format.CHAT))
         except ApiError as error:
             read.append(error)
         return web.Response()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
 from coordinator.sim import Fault, Settings
+from envelope.written import LONG
 from tests.flows.client import exchange
 
 CHAT = "/v1/chat/completions"
@@ -39,6 +41,28 @@ async def test_a_field_that_nobody_knows_reaches_decode_unchanged(coordinator, f
     assert {name: prefill[name] for name in ("messages", "x_top", "x_null")} == {
         name: body[name] for name in ("messages", "x_top", "x_null")
     }
+
+
+@pytest.mark.parametrize("separators", [(",", ":"), (", ", ": ")], ids=["compact", "spaced"])
+@pytest.mark.parametrize("shape", ["openai", *TOKENS_IN])
+async def test_a_long_prompt_reaches_every_leg_as_it_was_asked(coordinator, fleet_of, shape, separators):
+    """It is sent on as text: what the client wrote, or what the renderer made of it."""
+    fleet = await fleet_of(settings=Settings(max_model_len=50_000))
+    at = await coordinator(fleet, shape)
+    turns = [{"role": "user", "content": f'{n}. naïve "東京" [1, 2], ' * 3} for n in range(400)]
+    body = asking(messages=[*turns, *HELLO], max_tokens=5, seed=1, stop=["\n"])
+    raw = json.dumps(body, separators=separators, ensure_ascii=False).encode()
+    assert len(raw) > LONG
+    assert (await at.post(CHAT, raw)).status == 200
+    prefill, decode = fleet.prefill.received[-1].body, fleet.decode.received[-1].body
+    if shape == "openai":
+        assert prefill["messages"] == body["messages"]
+        assert {name: decode[name] for name in body} == body
+    else:
+        assert fleet.render.received[-1].body == body
+        rendered = await at_render(fleet, CHAT, body)
+        assert len(json.dumps(rendered["token_ids"])) > LONG
+        assert prefill["token_ids"] == decode["token_ids"] == rendered["token_ids"]
 
 
 @pytest.mark.parametrize("shape", TOKENS_IN)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from coordinator.telemetry.redact import redacted
+from envelope.token_ids import TokenIds
 
 HANDOVER = {
     "do_remote_prefill": True,
@@ -36,6 +37,7 @@ def test_a_hand_over_is_shown_as_it_is() -> None:
 def test_numbers_in_a_row_are_counted_for_they_may_be_a_text(key: str) -> None:
     assert redacted({key: [72, 105]}) == {key: "<2 numbers>"}
     assert redacted({key: [[72, 105], [33]]}) == {key: ["<2 numbers>", "<1 numbers>"]}
+    assert redacted({key: TokenIds(b"[72,105]")}) == {key: "<2 numbers>"}
 
 
 def test_a_long_list_is_cut_and_a_deep_one_closed() -> None:

@@ -1,0 +1,99 @@
+"""A prompt's token ids as the text they came in: legs send it on, and numbers are made only for who asks for one.
+
+The ids of a prompt of 1 MB, some 260,000, take 4.6 ms to parse, 2 to look at, and 2.9 to write for each leg. To see
+that the text is digits and commas takes 0.3, and to put it into a leg 0.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, overload
+
+import orjson
+
+from envelope.errors import LegUnreadable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_DIGIT_OR_COMMA = bytes(48 if byte in b"0123456789," else 120 for byte in range(256))
+
+
+class TokenIds(Sequence[int]):
+    """What a renderer made of a prompt.
+
+    That nothing but digits and commas stands between the brackets is looked at, so the text is a list, and nothing can
+    hide in it. Whether all of it is numbers, say without a comma too many, is the workers' to see, or whoever's asks.
+
+    Attributes:
+        raw: the JSON text.
+    """
+
+    __slots__ = ("_numbers", "raw")
+
+    def __init__(self, raw: bytes) -> None:
+        self.raw = raw
+        self._numbers: list[int] | None = None
+
+    @classmethod
+    def written(cls, raw: bytes) -> TokenIds | None:
+        """Return the ids of a JSON text, or None: it is no list of digits and commas, or an empty one."""
+        inside = raw[1:-1]
+        if raw[:1] + raw[-1:] != b"[]" or not inside[:1].isdigit() or not inside[-1:].isdigit():
+            return None
+        return cls(raw) if b"x" not in inside.translate(_DIGIT_OR_COMMA) else None
+
+    @property
+    def numbers(self) -> list[int]:
+        """The ids as numbers.
+
+        Raises:
+            LegUnreadable: they are none.
+        """
+        if self._numbers is None:
+            self._numbers = _numbers(self.raw)
+        return self._numbers
+
+    def __len__(self) -> int:
+        return self.raw.count(b",") + 1 if self._numbers is None else len(self._numbers)
+
+    @overload
+    def __getitem__(self, at: int) -> int: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> list[int]: ...
+
+    def __getitem__(self, at: int | slice) -> int | list[int]:
+        return self.numbers[at]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.numbers)
+
+    def __reversed__(self) -> Iterator[int]:
+        return reversed(self.numbers)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __eq__(self, other: object) -> bool:
+        return self.numbers == (other.numbers if isinstance(other, TokenIds) else other)
+
+    __hash__ = None  # type: ignore[assignment]  # as a list has none
+
+
+def _numbers(raw: bytes) -> list[int]:
+    try:
+        found: Any = orjson.loads(raw)
+    except orjson.JSONDecodeError:
+        found = None
+    if not are_token_ids(found):
+        raise LegUnreadable("render", "the render service's token_ids are no integers")
+    return found  # type: ignore[no-any-return]
+
+
+def are_token_ids(value: Any) -> bool:
+    """Say whether a renderer's value is a list of token ids, and not an empty one."""
+    if isinstance(value, TokenIds):
+        return True
+    # A set of types looks at every item in C; a Python loop over a long prompt would stall other requests.
+    return isinstance(value, list) and bool(value) and set(map(type, value)) == {int}
