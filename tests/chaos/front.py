@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from coordinator.config import Config
 from coordinator.retry import RetryBudget
+from tests.bounds import HANG_S
 from tests.chaos.parrot import Parrot
 from tests.flows.conftest import Running, listening, merged, poll
 
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
 # An input may look like half a request, whose rest is waited for, but not for ever.
 _LIMITS = {"read_timeout": "150ms", "read_header_timeout": "150ms", "heartbeat_after": 0, "max_request_body_size": 1}
-_ANSWERED_WITHIN_S = 10.0
 
 SHAPES: dict[str, tuple[bool, dict[str, dict[str, Any]]]] = {
     "openai": (True, {"conditional-decode": {}, "prefill": {}, "decode": {}}),
@@ -71,7 +71,7 @@ async def say(at: Running, raw: bytes, *, expects: int = 1) -> bytes:
     """Send bytes; return all that comes back until so many answers are whole, or the other side hangs up."""
     host, _, port = at.url.removeprefix("http://").partition(":")
     got = b""
-    async with asyncio.timeout(_ANSWERED_WITHIN_S):
+    async with asyncio.timeout(HANG_S):
         reader, writer = await asyncio.open_connection(host, int(port))
         try:
             writer.write(raw)
@@ -146,7 +146,7 @@ async def leaks(at: Running, lines: Lines) -> dict[str, str]:
     """Wait until all is quiet; return what is not."""
     found = {}
     try:
-        await poll(lambda: not at.in_flight() and not at.front.plan.releaser._tasks, 8.0)
+        await poll(lambda: not at.in_flight() and not at.front.plan.releaser._tasks)
     except AssertionError:
         found["in flight"] = str(at.in_flight())
     gauges = [sample.value for family in at.front._metrics.in_flight.collect() for sample in family.samples]

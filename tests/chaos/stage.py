@@ -16,10 +16,11 @@ from coordinator.config import Config
 from coordinator.logs import access
 from coordinator.retry import RetryBudget
 from coordinator.sim import Fault, SimFleet
+from tests.bounds import HANG_S
 from tests.chaos.client import PATHS, body_of, read, wrong
 from tests.chaos.oracle import expect
 from tests.flows.chaos import hang_up
-from tests.flows.client import BOUND_S, Got, exchange
+from tests.flows.client import Got, exchange
 from tests.flows.conftest import Running, config_tree, listening, poll
 
 if TYPE_CHECKING:
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 
 LIMIT = "300ms"
 GONE = "client_gone"
-SETTLES_S = 5.0
 
 
 @dataclass(slots=True)
@@ -104,10 +104,10 @@ class Stage:
         await self._prepare(cell)
         before, verdict = self._outcomes(), Verdict()
         try:
-            async with asyncio.timeout(BOUND_S):
+            async with asyncio.timeout(HANG_S):
                 got = await self._client(cell, text)
         except TimeoutError:
-            verdict.blame("hang", f"no answer within {BOUND_S} s")
+            verdict.blame("hang", f"no answer within {HANG_S} s")
             got = None
         await self._settle(verdict)
         await self._restore(cell)
@@ -185,17 +185,17 @@ class Stage:
         """Wait until nothing is under way any more; what still is after a while has leaked."""
         workers = self._fleet.workers
         try:
-            await poll(lambda: not self._at.in_flight(), SETTLES_S)
+            await poll(lambda: not self._at.in_flight())
             await self._at.upstream.settle()
-            await poll(lambda: not self._at.front.plan.releaser._tasks and not self._at.in_flight(), SETTLES_S)
+            await poll(lambda: not self._at.front.plan.releaser._tasks and not self._at.in_flight())
         except AssertionError:
             verdict.blame("permits", self._at.in_flight())
         try:
-            await poll(lambda: not any(w.in_flight or w.core.running for w in workers), SETTLES_S)
+            await poll(lambda: not any(w.in_flight or w.core.running for w in workers))
         except AssertionError:
             verdict.blame("workers busy", [w.role for w in workers if w.in_flight])
         try:
-            await poll(lambda: all(w.connections <= self._kept(w) for w in workers), SETTLES_S)
+            await poll(lambda: all(w.connections <= self._kept(w) for w in workers))
         except AssertionError:
             verdict.blame("connections", {w.role: (w.connections, self._kept(w)) for w in workers})
         gauges = {s.labels["route"]: s.value for s in _samples(self._at.front._metrics.in_flight) if s.value}

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from coordinator.health import Readiness, RoleProbe
 from coordinator.routing.router import Worker
 from tests.background import FaultsTold
+from tests.bounds import HANG_S
 from tests.chaos.mutate import bytes_mutant
 from tests.chaos.report import LINES
 from tests.chaos.test_fuzz_front import counted
@@ -49,7 +50,7 @@ async def test_readiness_outlives_any_answer(rng: random.Random, full: bool) -> 
         readiness = Readiness([probe], 0.0005, faults)
         asking = asyncio.create_task(readiness.run())
         waiting = asyncio.create_task(enough.wait())
-        done, _ = await asyncio.wait((asking, waiting), timeout=600 if full else 20, return_when="FIRST_COMPLETED")
+        done, _ = await asyncio.wait((asking, waiting), timeout=600 if full else HANG_S, return_when="FIRST_COMPLETED")
         assert waiting in done, asking
         asking.cancel()
         await asyncio.wait((asking,))

@@ -16,6 +16,7 @@ from coordinator.config import Config
 from coordinator.retry import RetryBudget
 from coordinator.sim import Settings, SimFleet
 from steps import prefill_decode
+from tests.bounds import HANG_S
 from tests.chaos.cells import Cell, Setup
 from tests.chaos.client import PATHS, body_of, read, wrong
 from tests.chaos.faults import ROWS
@@ -23,7 +24,7 @@ from tests.chaos.oracle import ANSWER, Expected
 from tests.chaos.report import LINES
 from tests.chaos.stage import Lines, spoil
 from tests.flows.chaos import hang_up
-from tests.flows.client import BOUND_S, exchange
+from tests.flows.client import exchange
 from tests.flows.conftest import Running, config_tree, listening, poll
 from tests.flows.pairs import KINDS
 
@@ -87,7 +88,7 @@ class Stage:
         self._at.upstream._budget = RetryBudget()  # one that earlier cells have spent would decide this one
         await self._spoil(cell)
         try:
-            async with asyncio.timeout(BOUND_S):
+            async with asyncio.timeout(HANG_S):
                 why = await self._client(cell, text)
         except TimeoutError:
             why = "no answer"
@@ -123,7 +124,7 @@ class Stage:
         try:
             await poll(lambda: not self._at.in_flight())
             await self._at.upstream.settle()
-            await poll(lambda: not any(worker.in_flight or worker.core.running for worker in workers), 5)
+            await poll(lambda: not any(worker.in_flight or worker.core.running for worker in workers))
         except AssertionError:
             return f"left: {self._at.in_flight()}, busy: {[w.role for w in workers if w.in_flight]}"
         pairs, wrong_ = self._fleet.pairs, [*self._fleet.pairs.violations, *self._lines.tracebacks]

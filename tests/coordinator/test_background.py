@@ -15,11 +15,11 @@ from coordinator.processes.member import Member
 from coordinator.serve import Alone
 from coordinator.telemetry.model_names import ModelNames
 from tests.background import FaultsTold
+from tests.bounds import HANG_S
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-WAIT_S = 10
 CONFIG = {"pools": {"decode": {"endpoints": ["http://127.0.0.1:1"]}}, "pipeline": {"steps": [{"type": "decode"}]}}
 
 
@@ -48,14 +48,14 @@ def failing(times: int) -> Callable[[], Awaitable[None]]:
 
 async def test_what_fails_is_begun_anew_and_what_returns_is_over(waits: list[int]) -> None:
     faults = FaultsTold()
-    async with asyncio.timeout(WAIT_S):
+    async with asyncio.timeout(HANG_S):
         await faults.keep_up("probes", failing(3))
     assert (faults.counts, waits) == ({"probes": 3}, [1, 2, 3])
 
 
 async def test_what_ran_for_long_begins_to_fail_anew(waits: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(background, "_LONGEST_WAIT_S", 0.0)
-    async with asyncio.timeout(WAIT_S):
+    async with asyncio.timeout(HANG_S):
         await FaultsTold().keep_up("probes", failing(3))
     assert waits == [1, 1, 1]
 
@@ -64,7 +64,7 @@ async def test_each_is_counted_and_one_in_a_while_is_logged_with_its_traceback(
     waits: list[int], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     faults = FaultsTold()
-    async with asyncio.timeout(WAIT_S):
+    async with asyncio.timeout(HANG_S):
         await faults.keep_up("probes", failing(5))
         await faults.keep_up("load", failing(1))
         monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: 1e9)  # a while later
@@ -77,7 +77,7 @@ async def test_each_is_counted_and_one_in_a_while_is_logged_with_its_traceback(
 async def test_it_ends_at_once_when_its_owner_cancels_it_in_a_wait_too() -> None:
     faults = FaultsTold()
     waiting = asyncio.create_task(faults.keep_up("probes", failing(1)))
-    async with asyncio.timeout(WAIT_S):
+    async with asyncio.timeout(HANG_S):
         while not faults.counts:
             await asyncio.sleep(0)
         waiting.cancel()
@@ -111,7 +111,7 @@ async def test_a_process_goes_on_whatever_fails_in_its_steering(
     for part in parts:
         monkeypatch.setattr(made, part, Steered() if steering == "alone" else Steered().run, raising=False)
     running = asyncio.create_task(made.run())
-    async with asyncio.timeout(WAIT_S):
+    async with asyncio.timeout(HANG_S):
         while faults.counts.total() < 6:
             await asyncio.sleep(0)
     running.cancel()
@@ -130,7 +130,7 @@ async def test_names_that_could_not_be_asked_for_by_a_fault_are_asked_for_again(
         return b'{"data": [{"id": "m"}]}'
 
     running = asyncio.create_task(faults.keep_up("models", lambda: names.run(ask)))
-    async with asyncio.timeout(WAIT_S):
+    async with asyncio.timeout(HANG_S):
         await asked.wait()
         await asyncio.sleep(0)
     running.cancel()

@@ -14,6 +14,7 @@ from coordinator.context import RequestContext
 from coordinator.step import Leg, Reply
 from envelope.errors import LegFailed
 from envelope.formats import Format
+from tests.bounds import HANG_S
 
 ADDRESS = "http://10.0.0.5:8998"
 ONE = {"0": {"engine_id": "e-0", "worker_addr": {"0": {"0": "tcp://10.0.0.5:1"}}}}
@@ -68,7 +69,7 @@ async def test_everybody_waits_for_one_answer_and_the_first_may_leave() -> None:
     waiting[0].cancel()
     await asyncio.sleep(0)
     server.may.set()
-    assert await asyncio.wait_for(asyncio.gather(*waiting[1:]), 5) == [{0: "e-0"}] * 3
+    assert await asyncio.wait_for(asyncio.gather(*waiting[1:]), HANG_S) == [{0: "e-0"}] * 3
     assert len(server.asked) == 1
 
 
@@ -79,7 +80,7 @@ async def test_a_failure_is_told_to_all_who_wait_and_is_not_remembered() -> None
     waiting = [asyncio.create_task(servers.engines(context(), ADDRESS)) for _ in range(2)]
     await asyncio.sleep(0)
     server.may.set()
-    told = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 5)
+    told = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), HANG_S)
     assert [type(error) for error in told] == [LegFailed, LegFailed]
     assert await servers.engines(context(), ADDRESS) == {0: "e-0"}
 

@@ -21,12 +21,12 @@ from coordinator.problems import ConfigError
 from envelope.errors import BadRequest, LegFailed, NoWorker
 from envelope.json_codec import dumps
 from tests.background import FaultsTold
+from tests.bounds import HANG_S
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
 DOUBLE = "parser_double:Parsers"
-WAIT_S = 20
 DONE = b"data: [DONE]\n\n"
 
 
@@ -46,7 +46,7 @@ async def started() -> AsyncIterator[Callable[..., Any]]:
 
     async def start(**options: Any) -> ParserPool:
         pool = ParserPool(settings(**options), FaultsTold(), DOUBLE)
-        async with asyncio.timeout(WAIT_S):
+        async with asyncio.timeout(HANG_S):
             await pool.start()
         made.append(pool)
         return pool
@@ -100,7 +100,7 @@ async def relayed(stream: Any, took: list[bytes]) -> None:
         took.append(data)
         return True
 
-    async with asyncio.timeout(WAIT_S):
+    async with asyncio.timeout(HANG_S):
         assert await stream.push(take)
 
 
@@ -182,7 +182,7 @@ async def test_a_process_that_dies_fails_who_is_with_it_and_another_takes_its_pl
         await relayed(pool.open({}).attach(Live("die")), [])
     with pytest.raises(LegFailed, match="the parser process ended"):
         await with_it
-    async with asyncio.timeout(WAIT_S):
+    async with asyncio.timeout(HANG_S):
         while pool.problems():
             with pytest.raises(NoWorker):
                 pool.open({})
@@ -209,7 +209,7 @@ async def test_a_process_that_cannot_be_started_again_is_tried_until_it_can(
     monkeypatch.setattr(ParserProcess, "start", start)
     with pytest.raises(LegFailed):
         await pool.whole({}, {"text": "die"})
-    async with asyncio.timeout(WAIT_S):
+    async with asyncio.timeout(HANG_S):
         while pool.problems():
             await asyncio.sleep(0.01)
     assert refused == 3 and len(pool._processes) == 1
@@ -234,7 +234,7 @@ async def test_a_slow_parser_stops_the_worker_from_being_read(started: Any) -> N
 async def test_a_client_that_is_behind_stops_the_worker_from_being_read_and_loses_nothing(started: Any) -> None:
     pool, live, took = await started(), Live(*["a"] * 300), list[bytes]()
     stream, pushes = pool.open({}).attach(live), 0
-    async with asyncio.timeout(WAIT_S):
+    async with asyncio.timeout(HANG_S):
         while not await stream.push(lambda data: bool(took.append(data))):
             pushes += 1
     assert pushes > 2
@@ -258,7 +258,7 @@ async def test_a_client_that_has_gone_is_told_to_whoever_pushes(started: Any) ->
 
     stream = pool.open({}).attach(live)
     with pytest.raises(ConnectionResetError):
-        async with asyncio.timeout(WAIT_S):
+        async with asyncio.timeout(HANG_S):
             await stream.push(gone)
 
 
@@ -266,7 +266,7 @@ async def test_a_request_that_is_cancelled_leaves_nothing_behind(started: Any) -
     pool, live = await started(), Live("a", ends=False)
     stream = pool.open({}).attach(live)
     task = asyncio.create_task(relayed(stream, took := list[bytes]()))
-    async with asyncio.timeout(WAIT_S):
+    async with asyncio.timeout(HANG_S):
         while not took:
             await asyncio.sleep(0.005)
     task.cancel()
@@ -289,7 +289,7 @@ async def test_a_request_that_is_cancelled_leaves_nothing_behind(started: Any) -
 )
 async def test_a_process_that_cannot_be_used_says_why(parser: str, why: str) -> None:
     pool = ParserPool(settings(parser, processes=2), FaultsTold(), DOUBLE)
-    async with asyncio.timeout(WAIT_S):
+    async with asyncio.timeout(HANG_S):
         with pytest.raises(Unusable, match=why):
             await pool.start()
     assert pool._processes == []
@@ -306,7 +306,7 @@ async def test_plans_with_the_same_parsers_share_them_and_the_last_one_ends_them
     made = ParserPools(FaultsTold(), DOUBLE)
     before, after = HeldParsers(made.of(settings()), fault), HeldParsers(made.of(settings()), fault)
     assert made.of(settings(processes=2)) is not before.pool
-    async with asyncio.timeout(WAIT_S):
+    async with asyncio.timeout(HANG_S):
         await before.start()
         await after.start()
         await before.release()

@@ -25,6 +25,7 @@ from coordinator import addresses
 from coordinator.fetch import USER_AGENT, HttpMediaFetcher
 from coordinator.step import Fetched, FetchFailed, FetchLimits
 from envelope.media_types import Kind
+from tests.bounds import HANG_S
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -263,7 +264,7 @@ async def test_more_than_the_limit_is_refused_by_its_declared_length(origin: Ori
 async def test_more_than_the_limit_is_refused_as_it_comes(origin: Origin, fetch: Any) -> None:
     origin.pieces("/x", PNG, *[bytes(2**20)] * 60)
     assert await failure(fetch("/x", limits=FetchLimits(5.0, 10 * 2**20))) == "it is larger than 10 MB"
-    await asyncio.wait_for(origin.hung_up.wait(), 3)
+    await asyncio.wait_for(origin.hung_up.wait(), HANG_S)
 
 
 async def test_as_much_as_the_limit_is_taken(origin: Origin, fetch: Any) -> None:
@@ -291,7 +292,7 @@ async def test_a_server_that_takes_too_long_is_given_up_in_time(origin: Origin, 
     begun = time.monotonic()
     assert await failure(fetch("/x", limits=FetchLimits(0.2, 2**20))) == "its server did not send it within 0.2 s"
     assert time.monotonic() - begun < 2
-    await asyncio.wait_for(origin.hung_up.wait(), 3)
+    await asyncio.wait_for(origin.hung_up.wait(), HANG_S)
 
 
 async def test_a_chain_of_slow_redirects_has_one_limit(origin: Origin, fetch: Any) -> None:
@@ -326,7 +327,7 @@ async def test_whoever_cancels_closes_the_connection(origin: Origin, fetch: Any)
         while not origin.asked:
             await asyncio.sleep(0.005)
         task.cancel()
-    await asyncio.wait_for(origin.hung_up.wait(), 3)
+    await asyncio.wait_for(origin.hung_up.wait(), HANG_S)
 
 
 BROKEN = "the connection to its server broke, or what it sent is not HTTP"

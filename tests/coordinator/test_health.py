@@ -13,6 +13,7 @@ from coordinator import health
 from coordinator.health import Readiness, RoleProbe
 from coordinator.routing.router import Worker
 from tests.background import FaultsTold
+from tests.bounds import HANG_S
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -59,7 +60,7 @@ async def asked() -> AsyncIterator[Callable[..., Awaitable[list[str]]]]:
         readiness = Readiness(probes, 0.001, FaultsTold())
         running = asyncio.ensure_future(readiness.run())
         try:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(HANG_S):
                 while not until(readiness.problems()):
                     await asyncio.sleep(0.001)
             return readiness.problems()
@@ -179,7 +180,7 @@ async def test_a_worker_that_does_not_fit_is_named_while_others_serve(
     with caplog.at_level(logging.WARNING, "coordinator"):
         running = asyncio.ensure_future(readiness.run())
         try:
-            await asyncio.wait_for(readiness.until_ready(), 10)
+            await asyncio.wait_for(readiness.until_ready(), HANG_S)
             await until(lambda _: [path for _, path, _ in misfit.asked].count("/health") > 3)
             assert (readiness.problems(), len(readiness.notes())) == ([], 1)
             misfit.statuses[GENERATE] = 400
@@ -211,7 +212,7 @@ async def test_a_route_that_was_proven_is_not_tried_again_until_the_worker_was_g
 
 
 async def until(holds: Callable[[list[str]], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(HANG_S):
         while not holds([]):
             await asyncio.sleep(0.001)
 
@@ -248,7 +249,7 @@ async def test_ready_is_told_once_every_role_is(worker: Any) -> None:
     await until(lambda _: told(readiness.problems()))
     assert (readiness.problems(), waiting.done()) == ([f"prefill: {late.url}/health answers 503"], False)
     late.statuses["/health"] = 200
-    await asyncio.wait_for(waiting, 10)
+    await asyncio.wait_for(waiting, HANG_S)
     assert readiness.problems() == []
     running.cancel()
     await asyncio.wait((running,))
@@ -289,7 +290,7 @@ async def test_a_fault_of_ours_in_asking_one_worker_leaves_the_others_asked(
     readiness = Readiness([probe(good.url, NOBODY), probe(NOBODY, role="prefill")], 0.001, faults)
     running = asyncio.ensure_future(readiness.run())
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(HANG_S):
             while faults.counts["probes"] < 6:
                 await asyncio.sleep(0.001)
         sentence = f"asking {NOBODY} failed by a fault of the coordinator; its log has the details"

@@ -15,6 +15,7 @@ from coordinator.step import Leg, Reply
 from envelope.errors import LegFailed
 from envelope.formats import Format
 from tests.background import FaultsTold
+from tests.bounds import HANG_S
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -51,7 +52,7 @@ async def test_that_one_was_taken_is_no_word_on_another_of_the_same_request(monk
     ctx = RequestContext("id", "id-1", Format.CHAT, {}, (), {}, stream=False)
     ctx.abandoned, ctx.handover, ctx.handover_fetched = [{"name": "other"}, {"name": "one"}], {"name": "read"}, True
     releaser = Releaser(fetching, workers, metrics, FaultsTold())  # type: ignore[arg-type]
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(HANG_S):
         releaser.release(ctx)
         await releaser.close()
     assert sorted(workers.asked) == ["one", "other", "other"]
@@ -67,7 +68,7 @@ async def test_a_fault_of_ours_is_told_of_and_leaves_the_others_delivered() -> N
     ctx = RequestContext("id", "id-1", Format.CHAT, {}, (), {}, stream=False)
     ctx.abandoned = [{"name": "other"}, {"name": "one"}]
     releaser = Releaser(faulty, workers, metrics, faults)  # type: ignore[arg-type]
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(HANG_S):
         releaser.release(ctx)
         await releaser.close()
     assert (workers.asked, faults.counts) == (["one"], {"release": 1})

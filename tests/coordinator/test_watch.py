@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from coordinator import watch
 from coordinator.watch import Watch
+from tests.bounds import HANG_S
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -74,12 +75,12 @@ async def test_it_looks_by_itself_and_not_at_all_where_there_is_nothing_to_see(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watch, "_EVERY_S", 0.01)
-    await asyncio.wait_for(Watch().run(), 1)
+    await asyncio.wait_for(Watch().run(), HANG_S)
     file, changed = tmp_path / "key", asyncio.Event()
     file.write_text("one")
     loop, watching = asyncio.get_running_loop(), Watch()
     watching.add([str(file)], lambda: loop.call_soon_threadsafe(changed.set))
     running = asyncio.create_task(watching.run())
     file.write_text("two..")
-    await asyncio.wait_for(changed.wait(), 2)
+    await asyncio.wait_for(changed.wait(), HANG_S)
     running.cancel()

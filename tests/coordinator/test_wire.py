@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from coordinator.wire import Broken, ConnectFailed, Connection, Pool, request_head
+from tests.bounds import HANG_S
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -70,7 +71,7 @@ async def start() -> AsyncIterator[Callable[..., Awaitable[Worker]]]:
 async def pool(**options: Any) -> AsyncIterator[Pool]:
     made = Pool(**{"idle": 4, "idle_s": 4.0, **options})
     try:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(HANG_S):
             yield made
     finally:
         made.close()

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import aiohttp
 
+from tests.bounds import HANG_S
+
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
 CHROMIUM = shutil.which("chromium")
-WITHIN_S = 40.0
 
 
 class Tab:
@@ -37,7 +38,7 @@ class Tab:
         """Call a method of the protocol, and take in what happened meanwhile."""
         number = next(self._ids)
         await self._socket.send_json({"id": number, "method": method, "params": params})
-        async with asyncio.timeout(WITHIN_S):
+        async with asyncio.timeout(HANG_S):
             while (message := await self._socket.receive_json()).get("id") != number:
                 self._note(message)
         assert "error" not in message, message
@@ -66,7 +67,7 @@ class Tab:
 
     async def until(self, expression: str) -> None:
         """Wait until a piece of JavaScript is true."""
-        async with asyncio.timeout(WITHIN_S):
+        async with asyncio.timeout(HANG_S):
             while not await self.value(expression):
                 await asyncio.sleep(0.05)
 
@@ -111,7 +112,7 @@ async def tab(folder: Path) -> AsyncIterator[Tab]:
 
 
 async def _address(session: aiohttp.ClientSession, announced: Path) -> str:
-    async with asyncio.timeout(WITHIN_S):
+    async with asyncio.timeout(HANG_S):
         while not (announced.exists() and announced.read_text().count("\n")):
             await asyncio.sleep(0.05)
         port = announced.read_text().split("\n")[0]

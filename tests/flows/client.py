@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from multidict import CIMultiDict
 
+from tests.bounds import HANG_S
+
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
-BOUND_S = 30.0
 
 
 @dataclass
@@ -179,7 +180,7 @@ async def exchange(
         own = {"Content-Type": "application/json", "Content-Length": str(len(raw))}
         lines += [f"{name}: {value}" for name, value in own.items() if name not in dict(headers)]
     lines += [f"{name}: {value}" for name, value in headers]
-    async with asyncio.timeout(BOUND_S):
+    async with asyncio.timeout(HANG_S):
         reader, writer = await _connected(host, window)
         live = Live(reader, writer)
         try:

@@ -24,7 +24,8 @@ from coordinator.capability import MODE_QUESTION
 from coordinator.config import Config
 from coordinator.listener import Runner
 from coordinator.sim import Received, SimFleet, SimWorker
-from tests.flows.client import BOUND_S, Got, exchange
+from tests.bounds import HANG_S
+from tests.flows.client import Got, exchange
 from tests.flows.scripted import Scripted, Scripts
 
 POLL_S = 0.005
@@ -169,23 +170,23 @@ class Excuses:
         self.reasons[what] = reason
 
 
-async def poll(true: Callable[[], Any], within_s: float = 3.0) -> Any:
+async def poll(true: Callable[[], Any]) -> Any:
     """Wait until something is true, and return it; what it last was is in the failure."""
     loop = asyncio.get_running_loop()
-    until = loop.time() + within_s
+    until = loop.time() + HANG_S
     while True:
         value = true()
         if isinstance(value, Awaitable):
             value = await value
         if value:
             return value
-        assert loop.time() < until, f"still {value!r} after {within_s} s"
+        assert loop.time() < until, f"still {value!r} after {HANG_S} s"
         await asyncio.sleep(POLL_S)
 
 
 @pytest.fixture
 def eventually() -> Callable[..., Awaitable[Any]]:
-    """``await eventually(lambda: ..)`` waits until it is true, for 3 s at most."""
+    """``await eventually(lambda: ..)`` waits until it is true."""
     return poll
 
 
@@ -269,7 +270,7 @@ async def listening(stack: AsyncExitStack, config: Config, *, ready: bool = True
     stack.push_async_callback(runner.cleanup)
     await web.TCPSite(runner, "127.0.0.1", 0, backlog=2048).start()
     if ready:
-        async with asyncio.timeout(BOUND_S):
+        async with asyncio.timeout(HANG_S):
             await app[FRONT].plan.readiness.until_ready()
     return Running(runner, app, config)
 

@@ -13,7 +13,8 @@ import pytest
 
 from coordinator.logs import TRACE, JsonFormatter, access
 from coordinator.sim import Canned, Fault
-from tests.flows.client import BOUND_S, exchange
+from tests.bounds import HANG_S
+from tests.flows.client import exchange
 from tests.flows.conftest import config_tree
 
 if TYPE_CHECKING:
@@ -207,7 +208,7 @@ async def test_no_line_at_any_level_holds_a_prompt_an_answer_or_a_key(fleet, tmp
         Fault(end_after=2),
     ]
     asked = 0
-    async with asyncio.timeout(BOUND_S):
+    async with asyncio.timeout(HANG_S):
         process, url, seen = await serve(fleet, tmp_path)
         # Read all the while: what nobody reads fills the pipe, and then the process waits for whoever does.
         rest = asyncio.create_task(process.communicate())

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.bounds import HANG_S
+
 ROOT = Path(__file__).parents[2]
 CHAT = "/v1/chat/completions"
 DONE = b"data: [DONE]\n\n"
-START_S = 20.0
 COUNTED = ", ".join(map(str, range(1, 21))) + "."
 
 
@@ -72,7 +73,7 @@ def serving(tmp_path):
         )  # fmt: skip
         started = Process(process)
         try:
-            async with asyncio.timeout(START_S):
+            async with asyncio.timeout(HANG_S):
                 await started.listening()
             yield started
         finally:
@@ -131,7 +132,7 @@ async def test_an_idle_coordinator_ends_at_once(serving, scripted):
     decode = await scripted(scripted.sse(DONE))
     async with serving(decode.url) as process:
         process.terminate()
-        async with asyncio.timeout(START_S):
+        async with asyncio.timeout(HANG_S):
             code, _ = await process.ended()
     assert code == 0
 
@@ -194,7 +195,7 @@ async def test_sigterm_under_load_loses_no_request(serving, fleet, dial, ask):
             load = [asyncio.create_task(ask_until_refused(process.url, stream)) for stream in [False, True] * 4]
             await answered.wait()
             process.terminate()
-            async with asyncio.timeout(START_S):
+            async with asyncio.timeout(HANG_S):
                 ends = await asyncio.gather(*load)
             held.cut()
         code, _ = await process.ended()

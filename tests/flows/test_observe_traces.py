@@ -20,6 +20,7 @@ from coordinator.app import build
 from coordinator.config import Config, ConfigError
 from coordinator.sim import Canned, Fault
 from coordinator.telemetry import otel
+from tests.bounds import HANG_S
 from tests.flows.conftest import config_tree
 from tests.flows.setups import CHAT, question
 
@@ -355,5 +356,5 @@ def test_nothing_of_it_is_loaded_where_it_is_off(tmp_path):
         "import sys; from coordinator.app import build; from coordinator.config import load; "
         f"build(load({str(file)!r}, {{}})); print([name for name in sys.modules if 'opentelemetry' in name])"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30, check=True)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=HANG_S, check=True)
     assert done.stdout == "[]\n"

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from tests.bounds import HANG_S
 from tests.flows.wire import head, post
 
 CHAT = "/v1/chat/completions"
@@ -83,7 +84,7 @@ async def is_hung_up(client):
     """Read to the end, which must come, proper or not; return how much came before it."""
     loop, size = asyncio.get_running_loop(), 0
     try:
-        while piece := await asyncio.wait_for(loop.sock_recv(client, 2**20), 3):
+        while piece := await asyncio.wait_for(loop.sock_recv(client, 2**20), HANG_S):
             size += len(piece)
     except ConnectionError:
         pass
@@ -95,7 +96,7 @@ async def test_a_client_that_takes_nothing_is_hung_up_and_its_worker_freed(front
     at = await fronted(write_stall_timeout="400ms")
     async with small_client(at.url) as client:
         await asyncio.get_running_loop().sock_sendall(client, post(CHAT, b'{"model":"m","messages":[],"stream":true}'))
-        await asyncio.wait_for(firehose.cut.wait(), 5)
+        await asyncio.wait_for(firehose.cut.wait(), HANG_S)
         assert await is_hung_up(client) < HELD
     assert firehose.sent < HELD
     await eventually(lambda: not at.in_flight())
@@ -129,7 +130,7 @@ async def test_a_client_that_is_slow_and_steady_gets_all_of_it(fronted, firehose
     async with small_client(at.url, receive_buffer=2**18) as client:
         request = post(CHAT, b'{"model":"m","messages":[],"stream":true}', "Connection: close")
         await loop.sock_sendall(client, request)
-        while piece := await asyncio.wait_for(loop.sock_recv(client, 2**17), 3):
+        while piece := await asyncio.wait_for(loop.sock_recv(client, 2**17), HANG_S):
             size += len(piece)
             await asyncio.sleep(0.006)
     assert time.monotonic() - begun > 1

@@ -8,6 +8,7 @@ import pytest
 from aiohttp import web
 
 from coordinator.config import ConfigError
+from tests.bounds import HANG_S
 from tests.flows.wire import chunked, connect, head, post
 
 LISTED = ["POST /tokenize", "GET /version", "POST /v1/embeddings", "GET /stream", "POST /echo"]
@@ -149,7 +150,7 @@ async def test_a_client_that_leaves_frees_the_worker(sidecar, local, eventually)
     async with at.open("/stream", method="GET") as live:
         await live.head()
         live.cut()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(HANG_S):
             await local.left.wait()
     await eventually(lambda: not at.in_flight())
     assert await at.count("coordinator_requests_total", route="proxied", outcome="client_gone") == 1

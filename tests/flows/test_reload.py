@@ -25,6 +25,7 @@ from coordinator.listener import Runner
 from coordinator.problems import ConfigError
 from coordinator.reload import AT_START, FileWatch, Reloader, check
 from coordinator.serve import Alone, serve
+from tests.bounds import HANG_S
 from tests.flows.conftest import merged
 
 if TYPE_CHECKING:
@@ -129,7 +130,7 @@ def served(stack: AsyncExitStack, tmp_path: Path) -> Callable[[Any], Any]:
         stack.push_async_callback(runner.cleanup)
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         at = Served(app, f"http://127.0.0.1:{runner.addresses[0][1]}", path)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(HANG_S):
             await app[FRONT].plan.readiness.until_ready()
         return at
 
@@ -171,7 +172,7 @@ async def test_a_thousand_requests_while_the_file_goes_to_and_fro_none_fails_and
             reloads += 1
             assert await at.reload(trees[reloads % 2]) == "applied"
             await asyncio.sleep(0.05)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(HANG_S):
             await asyncio.gather(*clients)
     assert statuses == [200] * REQUESTS
     assert reloads >= 3 and min(a.answered, b.answered) > 0 and a.answered + b.answered == REQUESTS

@@ -13,7 +13,7 @@ import anthropic
 import pytest
 
 from coordinator.sim import Canned, Fault, Settings
-from tests.flows.client import BOUND_S
+from tests.bounds import HANG_S
 from tests.flows.setups import PARAMETERS, SETUPS, started
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def asking(text: str, **fields: Any) -> Any:
 @asynccontextmanager
 async def client_of(at: Running, **options: Any) -> AsyncIterator[anthropic.AsyncAnthropic]:
     async with (
-        asyncio.timeout(BOUND_S),
+        asyncio.timeout(HANG_S),
         anthropic.AsyncAnthropic(base_url=at.url, api_key="key-1", max_retries=0, **options) as client,
     ):
         yield client
@@ -250,11 +250,11 @@ async def test_the_synchronous_client_is_served_alike(coordinator, fleet, setup)
     at = await started(coordinator, fleet, setup)
 
     def talk() -> tuple[list[Any], str]:
-        with anthropic.Anthropic(base_url=at.url, api_key="key-1", max_retries=0, timeout=BOUND_S) as client:
+        with anthropic.Anthropic(base_url=at.url, api_key="key-1", max_retries=0, timeout=HANG_S) as client:
             whole = blocks(client.messages.create(**asking("Say hello in French.", **NO_THOUGHT)))
             with client.messages.stream(**asking("Say hello in French.", **NO_THOUGHT)) as stream:
                 streamed = "".join(stream.text_stream)
             return whole, streamed
 
-    async with asyncio.timeout(BOUND_S):
+    async with asyncio.timeout(HANG_S):
         assert await asyncio.to_thread(talk) == ([HELLO], HELLO)

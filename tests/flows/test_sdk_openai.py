@@ -15,7 +15,7 @@ import pytest
 from pydantic import BaseModel
 
 from coordinator.sim import Canned, Fault, Settings
-from tests.flows.client import BOUND_S
+from tests.bounds import HANG_S
 from tests.flows.setups import PARAMETERS, SETUPS, started
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def said(text: str) -> Any:
 @asynccontextmanager
 async def client_of(at: Running, **options: Any) -> AsyncIterator[openai.AsyncOpenAI]:
     async with (
-        asyncio.timeout(BOUND_S),
+        asyncio.timeout(HANG_S),
         openai.AsyncOpenAI(base_url=f"{at.url}/v1", api_key="key-1", max_retries=0, **options) as client,
     ):
         yield client
@@ -477,7 +477,7 @@ async def test_the_synchronous_client_is_served_alike(coordinator, fleet, setup)
     at = await started(coordinator, fleet, setup)
 
     def talk() -> tuple[str | None, str, str, str]:
-        with openai.OpenAI(base_url=f"{at.url}/v1", api_key="key-1", max_retries=0, timeout=BOUND_S) as client:
+        with openai.OpenAI(base_url=f"{at.url}/v1", api_key="key-1", max_retries=0, timeout=HANG_S) as client:
             asked: Any = {"model": "tiny", "messages": said("Say hello in French."), **NO_THOUGHT}
             whole = client.chat.completions.create(**asked).choices[0].message.content
             streamed = "".join(
@@ -491,7 +491,7 @@ async def test_the_synchronous_client_is_served_alike(coordinator, fleet, setup)
                 client.chat.completions.create(model="nope", messages=said("x"))
             return whole, streamed, completion, response
 
-    async with asyncio.timeout(BOUND_S):
+    async with asyncio.timeout(HANG_S):
         assert await asyncio.to_thread(talk) == (HELLO, HELLO, "OK", HELLO)
 
 

@@ -13,7 +13,7 @@ from aiohttp import web
 
 from coordinator.app import CERTIFICATES, WATCH, build
 from coordinator.config import Config, ConfigError
-from tests.flows.client import BOUND_S
+from tests.bounds import HANG_S
 from tests.flows.conftest import config_tree
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,7 +57,7 @@ def serve(fleet, tmp_path):
             command = [sys.executable, "-m", "coordinator", "serve", "--config", str(self.file)]
             self.process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE, cwd=ROOT)
             self.lines = []
-            while line := (await asyncio.wait_for(self.process.stderr.readline(), BOUND_S)).decode():
+            while line := (await asyncio.wait_for(self.process.stderr.readline(), HANG_S)).decode():
                 self.lines.append(line)
                 if '"listening"' in line:
                     return f"https://{json.loads(line)['address']}", self.lines
@@ -66,7 +66,7 @@ def serve(fleet, tmp_path):
         async def __aexit__(self, *error):
             if self.process.returncode is None:
                 self.process.terminate()
-            await asyncio.wait_for(self.process.communicate(), BOUND_S)
+            await asyncio.wait_for(self.process.communicate(), HANG_S)
 
     return Serving
 

@@ -82,7 +82,7 @@ async def site(
             steered = Steered(str(path))
             serving = asyncio.create_task(serve(load(str(path), os.environ), str(path), steered))
             tasks.append((steered, serving))
-            await eventually(lambda: steered.url or serving.done(), 10)
+            await eventually(lambda: steered.url or serving.done())
             return Site(steered.url, f"http://127.0.0.1:{unused_tcp_port}", session, steered)
 
         yield start
@@ -93,7 +93,7 @@ async def site(
 
 async def used(at: Site, ask: Any, eventually: Any) -> None:
     """Send requests of several kinds, the last of which render refuses."""
-    await eventually(lambda: ready(at), 10)
+    await eventually(lambda: ready(at))
     assert await at.ask(ask(PROMPT), **{"X-Request-Id": "one-of-mine"}) == 200
     assert await at.ask(ask(PROMPT, stream=True)) == 200
     assert await at.ask({"model": "tiny", "messages": "no list"}) == 400
@@ -145,7 +145,7 @@ async def test_nothing_that_was_said_and_no_key_is_shown(site: Any, ask: Any, ev
 
 async def test_a_refused_file_and_a_role_without_workers_are_told(site: Any, eventually: Any, tmp_path: Path) -> None:
     at = await site("alone", server={"readiness_interval": "50ms"})
-    await eventually(lambda: ready(at), 10)
+    await eventually(lambda: ready(at))
     before = (await at.told())["config"]["digest"]
     (tmp_path / "pd.yaml").write_text("pools: {decode: {endpoint: []}}")
     assert await at.steered.reloader.reload() == "refused"

@@ -15,6 +15,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.bounds import HANG_S
 from tests.flows.conftest import merged
 
 if TYPE_CHECKING:
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[2]
 CHAT = "/v1/chat/completions"
 DONE = b"data: [DONE]\n\n"
-WITHIN_S = 30.0
 ENV = {name: value for name, value in os.environ.items() if not name.startswith("COORDINATOR_")}
 
 
@@ -57,7 +57,7 @@ class Group:
     async def until(self, message: str) -> dict[str, Any]:
         """Read the log up to a line whose message has these words."""
         assert self._program.stderr is not None
-        async with asyncio.timeout(WITHIN_S):
+        async with asyncio.timeout(HANG_S):
             while True:
                 raw = await self._program.stderr.readline()
                 assert raw, self.logged
@@ -86,7 +86,7 @@ class Group:
 
     async def ended(self) -> int:
         """Return the exit code."""
-        async with asyncio.timeout(WITHIN_S):
+        async with asyncio.timeout(HANG_S):
             _, rest = await self._program.communicate()
         self.logged += [json.loads(line) for line in rest.splitlines()]
         assert self._program.returncode is not None
@@ -208,7 +208,7 @@ async def test_a_process_that_is_killed_takes_its_own_streams_and_no_count_and_i
         gate.set()
         ends = [(await live.rest()).whole for live in held]
         assert ends.count(False) == lost and ends.count(True) > 0
-        await eventually(lambda: len(group.processes()) == 2, 10)
+        await eventually(lambda: len(group.processes()) == 2)
         assert second in group.processes() and first not in group.processes()
         # No less than before: a sum that falls is taken for a restart.
         assert await counted(metrics, "coordinator_requests_total", outcome="ok") == 8 + ends.count(True)
@@ -230,7 +230,7 @@ async def test_a_drain_lets_every_stream_of_every_process_end(
         streams = await on_all(group, dial, ask, stack)
         os.killpg(group.pid, signal.SIGINT)
         group.signal(signal.SIGTERM, *group.processes())
-        await eventually(not_ready, 10)
+        await eventually(not_ready)
         refused = await call(group.url, CHAT, ask())
         assert (refused.status, refused.headers["Retry-After"]) == (503, "1")
         gate.set()
@@ -251,7 +251,7 @@ async def test_processes_whose_supervisor_is_gone_drain_and_end(
         group.signal(signal.SIGKILL)
         gate.set()
         assert all([(await live.rest()).whole for live in streams])
-        await eventually(lambda: not any(Path(f"/proc/{pid}/fd").exists() and _alive(pid) for pid in orphans), 10)
+        await eventually(lambda: not any(Path(f"/proc/{pid}/fd").exists() and _alive(pid) for pid in orphans))
 
 
 def _alive(pid: int) -> bool:
@@ -284,10 +284,10 @@ async def test_a_changed_file_is_applied_in_every_process_and_a_bad_one_in_none(
         assert "server.workers: changing it takes a restart" in (await group.until("server.workers"))["message"]
         path.write_text(yaml.safe_dump(tree(new.url)))
         group.signal(signal.SIGHUP)
-        await eventually(all_new, 15)
+        await eventually(all_new)
         group.signal(signal.SIGKILL, group.processes()[0])  # who takes its place has the file of now
         await group.until("another is started")
-        await eventually(lambda: len(group.processes()) == 2, 10)
+        await eventually(lambda: len(group.processes()) == 2)
         assert await answers() == {"new"}
         for result, count in {"refused": 2, "applied": 1}.items():
             assert await counted(group.url, "coordinator_config_reloads_total", result=result) == count

@@ -6,7 +6,8 @@ import asyncio
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-from tests.flows.client import BOUND_S, Got, Live
+from tests.bounds import HANG_S
+from tests.flows.client import Got, Live
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -46,7 +47,7 @@ class Wire:
 @asynccontextmanager
 async def connect(url: str) -> AsyncIterator[Wire]:
     host, _, port = url.removeprefix("http://").partition(":")
-    async with asyncio.timeout(BOUND_S):
+    async with asyncio.timeout(HANG_S):
         reader, writer = await asyncio.open_connection(host, int(port), limit=2**22)
         try:
             yield Wire(reader, writer)

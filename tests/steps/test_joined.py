@@ -10,6 +10,7 @@ import pytest
 from envelope.errors import LegFailed
 from steps import joined
 from steps.joined import Joined, settle
+from tests.bounds import HANG_S
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -110,10 +111,10 @@ async def test_a_prefill_that_ends_in_between_changes_nothing(prefill: Prefillin
     pushing = asyncio.create_task(Joined(source, prefill.task).push(keep(took)))
     source.items.put_nowait(b"a")
     prefill.ends.set_result("ok")
-    await asyncio.wait((prefill.task,), timeout=5)
+    await asyncio.wait((prefill.task,), timeout=HANG_S)
     source.items.put_nowait(b"b")
     source.items.put_nowait(None)
-    assert await asyncio.wait_for(pushing, 5) is True
+    assert await asyncio.wait_for(pushing, HANG_S) is True
     assert took == [b"a", b"b"]
 
 
@@ -134,10 +135,10 @@ async def test_a_prefill_that_fails_ends_the_stream_with_its_error(
     else:
         assert await stream.push(lambda data: took.append(data) is not None) is False
         prefill.ends.set_exception(failure)
-        await asyncio.wait((prefill.task,), timeout=5)
+        await asyncio.wait((prefill.task,), timeout=HANG_S)
         pushing = asyncio.create_task(stream.push(keep(took)))
     with pytest.raises(LegFailed, match="prefill: gone"):
-        await asyncio.wait_for(pushing, 5)
+        await asyncio.wait_for(pushing, HANG_S)
     assert took == [b"a"]
 
 

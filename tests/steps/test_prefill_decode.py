@@ -14,6 +14,7 @@ from envelope.errors import BadRequest, LegBusy, LegError, LegFailed, LegRejecte
 from envelope.formats import Format
 from envelope.json_codec import dumps
 from steps.prefill_decode import Params, PrefillDecode
+from tests.bounds import HANG_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -128,7 +129,7 @@ class Running:
             await asyncio.sleep(0)
 
     async def result(self) -> str:
-        return await asyncio.wait_for(asyncio.shield(self.task), 5)
+        return await asyncio.wait_for(asyncio.shield(self.task), HANG_S)
 
 
 @pytest.fixture
@@ -260,7 +261,7 @@ async def test_of_two_failures_at_once_prefill_s_is_told(pair: Any, run: Any, wo
 async def test_a_client_that_leaves_ends_both(pair: Any, run: Any, workers: Workers, kind: str) -> None:
     under_way = await run(pair(kind))
     under_way.task.cancel()
-    await asyncio.wait((under_way.task,), timeout=5)
+    await asyncio.wait((under_way.task,), timeout=HANG_S)
     assert sorted(workers.cancelled) == ["decode", "prefill"]
 
 

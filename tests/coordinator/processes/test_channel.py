@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from coordinator.processes.channel import Channel, Line, pack
+from tests.bounds import HANG_S
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,7 +33,7 @@ def test_a_message_is_whole_however_it_is_cut(ends: tuple[socket.socket, socket.
     else:
         pytest.fail("it never came")
     theirs.sendall(raw[len(pack("counted", {"a": [1, 2]})) :])
-    assert line.receive(time.monotonic() + 5) == ("total", None)
+    assert line.receive(time.monotonic() + HANG_S) == ("total", None)
 
 
 def test_who_says_nothing_is_not_waited_for_beyond_the_time(ends: tuple[socket.socket, socket.socket]) -> None:
@@ -63,7 +64,7 @@ async def test_a_process_hears_all_that_is_said_until_the_supervisor_is_gone(
     line.send("reload", {"a": 1})
     line.send("drain")
     await channel.send("listening", ("127.0.0.1:1",))
-    assert line.receive(time.monotonic() + 5) == ("listening", ("127.0.0.1:1",))
+    assert line.receive(time.monotonic() + HANG_S) == ("listening", ("127.0.0.1:1",))
     line.close()
     assert [message async for message in channel.messages()] == [("reload", {"a": 1}), ("drain", None)]
     await channel.send("counted", 1)

@@ -12,6 +12,7 @@ import pytest
 from coordinator.routing.discovery import Discovery, Finder, LookupFailed
 from coordinator.routing.members import Members
 from tests.background import FaultsTold
+from tests.bounds import HANG_S
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
@@ -74,7 +75,7 @@ async def played(
     finder = Finder("prefill", members, script, keep_s, events, clock)
     running = asyncio.create_task(FaultsTold().keep_up("discovery", finder.run))
     try:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(HANG_S):
             await script.spent.wait()
     finally:
         running.cancel()

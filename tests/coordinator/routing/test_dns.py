@@ -12,6 +12,7 @@ import pytest
 from coordinator.lookup import Dns
 from coordinator.routing.discovery import LookupFailed
 from coordinator.routing.dns import DnsSource
+from tests.bounds import HANG_S
 from tests.dns_server import DnsServer
 
 if TYPE_CHECKING:
@@ -153,7 +154,7 @@ async def test_a_cancellation_that_the_resolver_loses_is_heard_all_the_same(
 
     monkeypatch.setattr(dns.asyncresolver.Resolver, "resolve", losing)
     looking = asyncio.create_task(first(source(server, **PORT)))
-    async with asyncio.timeout(3):
+    async with asyncio.timeout(HANG_S):
         await looking_up.wait()
         looking.cancel()
         await asyncio.wait((looking,))
@@ -163,7 +164,7 @@ async def test_a_cancellation_that_the_resolver_loses_is_heard_all_the_same(
 async def test_a_look_up_that_is_given_up_leaves_nothing_behind(server: DnsServer) -> None:
     server.silent = True
     looking = asyncio.create_task(first(source(server, **PORT)))
-    async with asyncio.timeout(3):
+    async with asyncio.timeout(HANG_S):
         while not server.asked:
             await asyncio.sleep(0.005)
     looking.cancel()

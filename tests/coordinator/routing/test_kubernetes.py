@@ -14,12 +14,12 @@ from coordinator.lookup import Kubernetes
 from coordinator.routing import kubernetes
 from coordinator.routing.discovery import LookupFailed
 from coordinator.routing.kubernetes import KubernetesSource
+from tests.bounds import HANG_S
 from tests.kubernetes_api import KubernetesApi, endpoint_slice, pod
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-BOUND_S = 10.0
 PAIR = Path(__file__).resolve().parents[2] / "data" / "tls" / "rsa"
 SLICES = "/apis/discovery.k8s.io/v1/namespaces/inference/endpointslices"
 
@@ -41,7 +41,7 @@ def source(api: KubernetesApi, folder: Path, **settings: Any) -> KubernetesSourc
 
 
 async def until(true: Callable[[], Any]) -> None:
-    async with asyncio.timeout(BOUND_S):
+    async with asyncio.timeout(HANG_S):
         while not true():
             await asyncio.sleep(0.005)
 
@@ -52,7 +52,7 @@ async def watched(api: KubernetesApi) -> None:
 
 async def test_a_service_s_endpoints_are_listed_then_watched(api: KubernetesApi, tmp_path: Path) -> None:
     api.put(endpoint_slice("s1", "10.0.0.1", "10.0.0.2"))
-    async with asyncio.timeout(BOUND_S), aclosing(source(api, tmp_path).found()) as found:
+    async with asyncio.timeout(HANG_S), aclosing(source(api, tmp_path).found()) as found:
         assert await anext(found) == ["http://10.0.0.1:8000", "http://10.0.0.2:8000"]
         following = asyncio.ensure_future(anext(found))
         await watched(api)
@@ -76,7 +76,7 @@ async def test_a_service_s_endpoints_are_listed_then_watched(api: KubernetesApi,
 async def test_pods_are_found_by_their_labels(api: KubernetesApi, tmp_path: Path) -> None:
     api.put(pod("a", "10.0.0.1"))
     by_role = {"service": None, "selector": "llm-d.ai/role in (prefill,both)", "port": "http", "namespace": "other"}
-    async with asyncio.timeout(BOUND_S), aclosing(source(api, tmp_path, **by_role).found()) as found:
+    async with asyncio.timeout(HANG_S), aclosing(source(api, tmp_path, **by_role).found()) as found:
         assert await anext(found) == ["http://10.0.0.1:8000"]
         following = asyncio.ensure_future(anext(found))
         await watched(api)
@@ -90,7 +90,7 @@ async def test_pods_are_found_by_their_labels(api: KubernetesApi, tmp_path: Path
 async def test_a_watch_that_has_run_its_time_goes_on_from_where_it_was(api: KubernetesApi, tmp_path: Path) -> None:
     """A bookmark moves the version on without a change, so that it does not grow too old."""
     api.put(endpoint_slice("s1", "10.0.0.1"))
-    async with asyncio.timeout(BOUND_S), aclosing(source(api, tmp_path).found()) as found:
+    async with asyncio.timeout(HANG_S), aclosing(source(api, tmp_path).found()) as found:
         await anext(found)
         following = asyncio.ensure_future(anext(found))
         await watched(api)
@@ -111,7 +111,7 @@ async def test_a_version_that_is_too_old_means_to_list_again(
 ) -> None:
     api.put(endpoint_slice("s1", "10.0.0.1"))
     api.gone, api.in_stream = 1, in_stream
-    async with asyncio.timeout(BOUND_S), aclosing(source(api, tmp_path).found()) as found:
+    async with asyncio.timeout(HANG_S), aclosing(source(api, tmp_path).found()) as found:
         assert await anext(found) == ["http://10.0.0.1:8000"]
         api.objects = {"s2": endpoint_slice("s2", "10.0.0.2")}
         assert await anext(found) == ["http://10.0.0.2:8000"]
@@ -152,7 +152,7 @@ async def test_a_refusal_is_a_sentence_that_says_what_to_grant(
 
 
 async def test_a_refusal_of_the_watch_alone_is_told_too(api: KubernetesApi, tmp_path: Path) -> None:
-    async with asyncio.timeout(BOUND_S), aclosing(source(api, tmp_path).found()) as found:
+    async with asyncio.timeout(HANG_S), aclosing(source(api, tmp_path).found()) as found:
         await anext(found)
         api.refuse = 403
         with pytest.raises(LookupFailed, match="forbids to list and watch endpointslices in inference"):
@@ -163,7 +163,7 @@ async def test_a_server_that_is_not_there_or_silent_is_told(
     api: KubernetesApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kubernetes, "_SILENT_S", 0.1)
-    async with asyncio.timeout(BOUND_S), aclosing(source(api, tmp_path).found()) as found:
+    async with asyncio.timeout(HANG_S), aclosing(source(api, tmp_path).found()) as found:
         await anext(found)
         with pytest.raises(LookupFailed, match=f"^the API server {api.url} cannot be reached: "):
             await anext(found)  # the watch is open, and nothing comes: not even its end
@@ -173,7 +173,7 @@ async def test_a_server_that_is_not_there_or_silent_is_told(
 
 
 async def test_a_watch_that_breaks_off_inside_a_line_is_told(api: KubernetesApi, tmp_path: Path) -> None:
-    async with asyncio.timeout(BOUND_S), aclosing(source(api, tmp_path).found()) as found:
+    async with asyncio.timeout(HANG_S), aclosing(source(api, tmp_path).found()) as found:
         await anext(found)
         following = asyncio.ensure_future(anext(found))
         await watched(api)
@@ -184,7 +184,7 @@ async def test_a_watch_that_breaks_off_inside_a_line_is_told(api: KubernetesApi,
 
 
 async def test_an_object_larger_than_a_read_buffer_is_read(api: KubernetesApi, tmp_path: Path) -> None:
-    async with asyncio.timeout(BOUND_S), aclosing(source(api, tmp_path).found()) as found:
+    async with asyncio.timeout(HANG_S), aclosing(source(api, tmp_path).found()) as found:
         await anext(found)
         following = asyncio.ensure_future(anext(found))
         await watched(api)
@@ -226,7 +226,7 @@ async def test_in_a_pod_the_service_account_is_taken(tmp_path: Path, monkeypatch
         api.put(endpoint_slice("s1", "10.0.0.1"))
         monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
         monkeypatch.setenv("KUBERNETES_SERVICE_PORT", api.url.rpartition(":")[2])
-        async with asyncio.timeout(BOUND_S), aclosing(KubernetesSource(Kubernetes(service="prefill")).found()) as found:
+        async with asyncio.timeout(HANG_S), aclosing(KubernetesSource(Kubernetes(service="prefill")).found()) as found:
             assert await anext(found) == ["http://10.0.0.1:8000"]
     assert api.requests[0][0] == SLICES
     assert api.authorizations[0] == "Bearer pod-t0ken"

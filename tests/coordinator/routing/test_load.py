@@ -13,6 +13,7 @@ from coordinator.routing.load import Asking, LoadWatch, Report, Reports, read
 from coordinator.routing.policies import LeastLoaded
 from coordinator.routing.router import PoolLoad, Worker
 from tests.background import FaultsTold
+from tests.bounds import HANG_S
 from tests.coordinator.routing.pools import URLS, asked, letters, made
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ class Metrics:
 
 
 async def until(true: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(HANG_S):
         while not true():
             await asyncio.sleep(0.002)
 

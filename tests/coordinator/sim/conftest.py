@@ -11,12 +11,13 @@ import aiohttp
 import pytest
 
 from coordinator.sim import SimFleet, SimWorker
+from tests.bounds import HANG_S
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
 RECORDINGS = Path(__file__).parents[2] / "data" / "recordings"
-BOUND = aiohttp.ClientTimeout(total=20)
+BOUND = aiohttp.ClientTimeout(total=HANG_S)
 
 
 @dataclass

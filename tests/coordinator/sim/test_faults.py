@@ -12,6 +12,7 @@ import pytest
 
 from coordinator.sim import ABSENT, Canned, Fault
 from coordinator.sim.faults import aborted, echo, half_handover, handover
+from tests.bounds import HANG_S
 
 if TYPE_CHECKING:
     from coordinator.sim import SimFleet
@@ -202,8 +203,8 @@ async def test_a_hanging_request_ends_with_its_client(fault: Fault, fleet: SimFl
 
 
 async def until(condition: Any) -> None:
-    """Wait for something that is to happen within a second."""
-    async with asyncio.timeout(1):
+    """Wait for something that is to happen soon."""
+    async with asyncio.timeout(HANG_S):
         while not condition():
             await asyncio.sleep(0.005)
 

@@ -10,6 +10,7 @@ import pytest
 from multidict import CIMultiDict
 
 from coordinator.sim import Settings, SimFleet, SimWorker
+from tests.bounds import HANG_S
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -37,8 +38,8 @@ async def started() -> AsyncIterator[Callable[..., Any]]:
 
 
 async def until(condition: Any) -> None:
-    """Wait for something that is to happen within a second."""
-    async with asyncio.timeout(1):
+    """Wait for something that is to happen soon."""
+    async with asyncio.timeout(HANG_S):
         while not condition():
             await asyncio.sleep(0.005)
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from coordinator.telemetry.model_names import ModelNames
+from tests.bounds import HANG_S
 
 
 def listing(*names: Any) -> bytes:
@@ -60,7 +61,7 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def until(asked: Asked, times: int) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(HANG_S):
         while asked.times < times:
             await asyncio.sleep(0)
     for _ in range(5):
