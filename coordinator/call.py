@@ -14,13 +14,14 @@ from envelope.json_codec import JSONDecodeError, loads_lenient
 from envelope.sse import Events, EventTooLarge, data_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from coordinator.context import Headers
     from coordinator.routing.router import Worker
     from coordinator.step import Leg
     from coordinator.telemetry.attempt import Watched
     from coordinator.wire import Connection, Pool
+    from envelope.written import Buffer
 
 _SOON = {"Retry-After": "1"}
 
@@ -72,7 +73,9 @@ class Call:
             return not self.streamed or self._heard
         return status == 500 or (status == 400 and self.leg.path != PATHS[Format.GENERATE])
 
-    async def open(self, head: bytes, body: bytes, ends_at: float | None = None, *, fresh: bool = False) -> None:
+    async def open(
+        self, head: bytes, body: Iterable[Buffer], ends_at: float | None = None, *, fresh: bool = False
+    ) -> None:
         """Send the request and wait for the head of the answer.
 
         Args:
@@ -87,7 +90,7 @@ class Call:
         connect_s = self.leg.limits.connect_s
         connection = await self._pool.acquire(self.worker.url, connect_s, fresh=fresh, ends_at=ends_at)
         self.connection, self.connected = connection, True
-        connection.send(head, body)
+        connection.send(head, *body)
         try:
             await connection.head(ends_at)
         except Broken:

@@ -19,7 +19,8 @@ from coordinator.units import origin
 from coordinator.verdict import refusal
 from coordinator.wire import Broken, Pool, request_head
 from envelope.errors import ApiError, LegError, LegFailed, LegTimeout, LegUnreadable, NoWorker
-from envelope.json_codec import JSONDecodeError, dumps
+from envelope.json_codec import JSONDecodeError
+from envelope.written import pieces
 
 if TYPE_CHECKING:
     import ssl
@@ -271,10 +272,10 @@ class HttpUpstream:
         closes idle connections on its own clock, and the notice may cross our request on the wire.
         """
         leg = call.leg
-        body = dumps(leg.body, as_written=True) if leg.method == "POST" else b""
+        body = pieces(leg.body) if leg.method == "POST" else []
         trace = () if call.watched is None else call.watched.headers
         headers = leg_headers(ctx, leg, call.worker, call.attempt, trace)
-        length = len(body) if leg.method == "POST" else None
+        length = sum(map(len, body)) if leg.method == "POST" else None
         head = request_head(leg.method, call.worker.url, leg.path, headers, length)
         ends_at = self._first_byte_at(call)
         try:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     import ssl
     from collections.abc import Callable, Sequence
 
+    from envelope.written import Buffer
+
 # Of the names and values of an answer's headers.
 _HEAD_CAP = 256 * 1024
 
@@ -72,15 +74,15 @@ class Connection(asyncio.Protocol):
 
     # What ``upstream`` does with it.
 
-    def send(self, head: bytes, body: bytes) -> None:
+    def send(self, head: bytes, *body: Buffer) -> None:
         """Write one request; the answer to the one before must have been read."""
         self.status, self.headers, self._head_size = 0, CIMultiDict(), 0
         self._head_done = self._complete = self.answered = False
         self._inflate = None
-        if len(body) <= _JOIN_UP_TO:
-            self._transport.write(head + body)
+        if sum(map(len, body)) <= _JOIN_UP_TO:
+            self._transport.write(b"".join((head, *body)))
         else:
-            self._transport.writelines((head, body))
+            self._transport.writelines((head, *body))
 
     async def head(self, ends_at: float | None = None) -> None:
         """Wait for the answer's head, until this time of the loop.

@@ -18,6 +18,7 @@ JSONDecodeError = json.JSONDecodeError  # orjson's own error is a subclass
 
 _BEYOND_64_BITS = float(2**63)
 _SHORT_LIST = 64
+_TEXT = {str}
 _MAX_DEPTH = 250  # orjson writes 254 levels, and a leg may hold a client's object a little deeper
 
 
@@ -51,20 +52,16 @@ def loads_lenient(raw: bytes) -> Any:
             raise strict from None
 
 
-def dumps(value: Any, *, as_written: bool = False) -> bytes:
-    """Serialize compactly as UTF-8; NaN and Infinity become null, so the result is always strict JSON.
-
-    Args:
-        as_written: what has kept its text (``envelope.written``) is put in as it came, whatever its spaces.
-    """
+def dumps(value: Any) -> bytes:
+    """Serialize compactly as UTF-8; NaN and Infinity become null, so the result is always strict JSON."""
     try:
-        return orjson.dumps(value, default=_text_of, option=orjson.OPT_PASSTHROUGH_SUBCLASS if as_written else None)
+        return orjson.dumps(value, default=_text_of)
     except TypeError:  # an integer beyond 64 bits, or a lone surrogate
         return json.dumps(_finite(value), separators=(",", ":"), allow_nan=False).encode()
 
 
 def _text_of(value: Any) -> orjson.Fragment:
-    """Return the text of a value that has kept it; orjson asks for what it cannot write itself.
+    """Return the text of token ids; orjson asks for what it cannot write itself.
 
     Raises:
         TypeError: it has none.
@@ -88,6 +85,8 @@ def _has_huge_float(value: Any, depth: int = 0) -> bool:
         if depth > _MAX_DEPTH:
             raise JSONDecodeError(f"nested too deeply, more than {_MAX_DEPTH} levels", "", 0)
         below: list[Any] = []
+        if set(map(type, level)) == _TEXT:  # the words of a long conversation, by the thousand
+            break
         for node in level:
             if isinstance(node, dict):
                 below.extend(node.values())

@@ -1,7 +1,7 @@
 """A prompt's token ids as the text they came in: legs send it on, and numbers are made only for who asks for one.
 
 The ids of a prompt of 1 MB, some 260,000, take 4.6 ms to parse, 2 to look at, and 2.9 to write for each leg. To see
-that the text is digits and commas takes 0.3, and to put it into a leg 0.1.
+that the text is digits and commas takes 0.3, and legs have it without a copy.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from envelope.errors import LegUnreadable
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_DIGIT_OR_COMMA = bytes(48 if byte in b"0123456789," else 120 for byte in range(256))
+# What may stand between the brackets becomes 0, all else x.
+_LOOKED_AT = bytes(48 if byte in b"0123456789," else 120 for byte in range(256))
 
 
 class TokenIds(Sequence[int]):
@@ -36,12 +37,12 @@ class TokenIds(Sequence[int]):
         self._numbers: list[int] | None = None
 
     @classmethod
-    def written(cls, raw: bytes) -> TokenIds | None:
+    def written(cls, text: bytes | memoryview) -> TokenIds | None:
         """Return the ids of a JSON text, or None: it is no list of digits and commas, or an empty one."""
-        inside = raw[1:-1]
-        if raw[:1] + raw[-1:] != b"[]" or not inside[:1].isdigit() or not inside[-1:].isdigit():
+        raw = bytes(text)
+        if raw[:1] + raw[-1:] != b"[]" or not raw[1:2].isdigit() or not raw[-2:-1].isdigit():
             return None
-        return cls(raw) if b"x" not in inside.translate(_DIGIT_OR_COMMA) else None
+        return cls(raw) if raw.translate(_LOOKED_AT).find(b"x", 1) == len(raw) - 1 else None
 
     @property
     def numbers(self) -> list[int]:

@@ -7,7 +7,7 @@ one does, and the mark was not inside a string, since its first quote would have
 as a whole, as it would be without any of this.
 
 A conversation of 1 MB takes 1.0 ms to parse. Writing it took 0.9 ms for the first leg (0.25 where all of it is ASCII)
-and 0.2 for the second; to cut it out takes 0.2, and 0.04 to put it into each leg.
+and 0.2 for the second; to cut it out takes 0.1, and legs have it without a copy.
 """
 
 from __future__ import annotations
@@ -19,16 +19,19 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from envelope.formats import Format
-from envelope.json_codec import JSONDecodeError, loads, loads_lenient
+from envelope.json_codec import JSONDecodeError, dumps, loads, loads_lenient
 from envelope.token_ids import TokenIds
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+Buffer = bytes | memoryview
+
 LONG = 16 * 1024
 
 _MARK = secrets.token_hex(16)
 _STAND_IN = b'"%b"' % _MARK.encode()
+_IN_ITS_PLACE = orjson.Fragment(_STAND_IN)
 
 _PROMPTS = {
     Format.CHAT: "messages",
@@ -55,7 +58,7 @@ class WrittenList(list[Any]):
 
     __slots__ = ("raw",)
 
-    def __init__(self, items: list[Any], raw: bytes) -> None:
+    def __init__(self, items: list[Any], raw: Buffer) -> None:
         super().__init__(items)
         self.raw = raw
 
@@ -65,13 +68,33 @@ class WrittenText(str):
 
     __slots__ = ("raw",)
 
-    raw: bytes
+    raw: Buffer
 
     @classmethod
-    def of(cls, text: str, raw: bytes) -> WrittenText:
+    def of(cls, text: str, raw: Buffer) -> WrittenText:
         self = cls(text)
         self.raw = raw
         return self
+
+
+def pieces(value: Any) -> list[Buffer]:
+    """Serialize as ``dumps`` does, in pieces: what has kept its text is one of them, uncopied."""
+    texts: list[Buffer] = []
+
+    def text_of(value: Any) -> orjson.Fragment:
+        if (text := getattr(value, "raw", None)) is None:
+            raise TypeError
+        texts.append(text)
+        return _IN_ITS_PLACE
+
+    try:
+        raw = orjson.dumps(value, default=text_of, option=orjson.OPT_PASSTHROUGH_SUBCLASS)
+    except TypeError:  # as in ``dumps``
+        return [dumps(value)]
+    if not texts:
+        return [raw]
+    first, *others = raw.split(_STAND_IN)
+    return [first, *(piece for pair in zip(texts, others, strict=True) for piece in pair)]
 
 
 def loads_body(api: Format, raw: bytes, *, long: int = LONG) -> Any:
@@ -102,7 +125,7 @@ def loads_rendered(raw: bytes, *, long: int = LONG) -> Any:
 
 
 def _put_together(
-    raw: bytes, name: str, start: int, end: int, parse: Callable[[bytes], Any], keep: Callable[[bytes], Any]
+    raw: bytes, name: str, start: int, end: int, parse: Callable[[bytes], Any], keep: Callable[[memoryview], Any]
 ) -> Any:
     """Return what a text means whose value of that name is from start to end, or None where it is not.
 
@@ -112,7 +135,7 @@ def _put_together(
     try:
         whole = parse(b"".join((raw[:start], _STAND_IN, raw[end:])))
         body = whole[0] if isinstance(whole, list) and len(whole) == 1 else whole
-        if not isinstance(body, dict) or body.get(name) != _MARK or (value := keep(raw[start:end])) is None:
+        if not isinstance(body, dict) or body.get(name) != _MARK or (value := keep(memoryview(raw)[start:end])) is None:
             return None
     except JSONDecodeError:
         return None
@@ -120,7 +143,7 @@ def _put_together(
     return whole
 
 
-def _kept(text: bytes) -> WrittenList | WrittenText:
+def _kept(text: memoryview) -> WrittenList | WrittenText:
     value = loads(text, depth=1)
     return WrittenList(value, text) if isinstance(value, list) else WrittenText.of(value, text)
 

@@ -34,8 +34,8 @@ class FakeConnection:
         self.sent: list[tuple[bytes, bytes]] = []
         self.closed = False
 
-    def send(self, head: bytes, body: bytes) -> None:
-        self.sent.append((head, body))
+    def send(self, head: bytes, *body: bytes) -> None:
+        self.sent.append((head, b"".join(body)))
 
     async def head(self, ends_at: float | None = None) -> None:
         if not self.parts and self.error is not None:
@@ -84,7 +84,7 @@ def leg(**limits: Any) -> Leg:
 async def opened(*parts: bytes, error: Exception | None = None, **limits: Any) -> Call:
     """Return a call whose answer has begun and has these parts."""
     call = Call(leg(**limits), Worker("http://a"), FakePool(FakeConnection(*parts, error=error)))  # type: ignore[arg-type]
-    await call.open(b"head", b"body")
+    await call.open(b"head", [b"body"])
     return call
 
 
@@ -162,7 +162,7 @@ async def test_a_call_sends_its_request_on_a_connection_to_its_worker() -> None:
     connection = FakeConnection(b"x")
     pool = FakePool(connection)
     call = Call(leg(connect_s=2.5), Worker("http://a"), pool)  # type: ignore[arg-type]
-    await call.open(b"head", b"body")
+    await call.open(b"head", [b"body"])
     assert (pool.asked, connection.sent) == ([("http://a", 2.5, False)], [(b"head", b"body")])
     assert (call.connected, call.stale) == (True, False)
     assert call.headers == (("Retry-After", "2"),)
@@ -172,8 +172,8 @@ async def test_a_second_try_closes_the_first_connection_and_may_want_a_fresh_one
     first, second = FakeConnection(b"x"), FakeConnection(b"y")
     pool = FakePool(first, second)
     call = Call(leg(), Worker("http://a"), pool)  # type: ignore[arg-type]
-    await call.open(b"", b"")
-    await call.open(b"", b"", fresh=True)
+    await call.open(b"", [])
+    await call.open(b"", [], fresh=True)
     assert (first.closed, second.closed, pool.asked[1][2]) == (True, False, True)
     assert call.connection is second
 
@@ -192,14 +192,14 @@ async def test_a_kept_connection_that_was_dead_is_told_apart(attributes: dict[st
     pool = FakePool(FakeConnection(error=Broken("x"), **attributes))
     call = Call(leg(), Worker("http://a"), pool)  # type: ignore[arg-type]
     with pytest.raises(Broken):
-        await call.open(b"", b"")
+        await call.open(b"", [])
     assert (call.connected, call.stale) == (True, stale)
 
 
 async def test_without_a_connection_nothing_was_sent() -> None:
     call = Call(leg(), Worker("http://a"), FakePool(ConnectFailed("x")))  # type: ignore[arg-type]
     with pytest.raises(ConnectFailed):
-        await call.open(b"", b"")
+        await call.open(b"", [])
     assert (call.connected, call.stale) == (False, False)
 
 
@@ -329,7 +329,7 @@ class Silent(FakeConnection):
 
 async def silent(connection: Silent, **limits: Any) -> Call:
     call = Call(leg(**limits), Worker("http://a"), FakePool(connection))  # type: ignore[arg-type]
-    await call.open(b"", b"")
+    await call.open(b"", [])
     return call
 
 
@@ -354,7 +354,7 @@ async def test_the_permit_is_taken_at_once_and_given_back_once() -> None:
     pool = FakePool(connection)
     call = Call(leg(), worker, pool)  # type: ignore[arg-type]
     assert worker.in_flight == 1
-    await call.open(b"", b"")
+    await call.open(b"", [])
     for _ in range(2):
         await call.aclose()
     assert (worker.in_flight, pool.released) == (0, [("http://a", connection)])
