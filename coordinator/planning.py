@@ -21,6 +21,7 @@ from coordinator.plan import Plan
 from coordinator.problems import ConfigError, Path
 from coordinator.questions import Questions
 from coordinator.release import Releaser
+from coordinator.rendering.tokenizer import digest
 from coordinator.respond import Manner
 from coordinator.routing.discovery import Discovery, Finder
 from coordinator.routing.gateway import GatewayRouter
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from coordinator.config import Config
     from coordinator.credentials import Credentials
     from coordinator.metrics import Metrics
+    from coordinator.rendering.renderer import Renderer
     from coordinator.step import Step
     from coordinator.telemetry.model_names import ModelNames
 
@@ -122,7 +124,7 @@ def plan(
             Background("probes", partial(_ask_who_is_found, discovery, readiness)),
             Background("models", partial(names.run, questions.listed)),
             *watches(upstream.links, faults),
-            *renderers,
+            *(Background("render", renderer.run) for renderer in renderers),
         ),
         parsers=parsers,
     )
@@ -169,13 +171,14 @@ def _problem(config: Config, at: Path, key: str, sentence: str) -> ConfigError:
     return ConfigError([config.sources.problem((*at, key), sentence)])
 
 
-def open_renderers(config: Config, steps: Sequence[Step]) -> list[Background]:
-    """Load the models whose prompts are rendered in this process; return what runs as long as they are used.
+def open_renderers(config: Config, steps: Sequence[Step]) -> list[Renderer]:
+    """Load the models whose prompts are rendered in this process; each runs as long as it is used.
 
     Raises:
-        ConfigError: their files are not what they should be, or what renders them is not installed.
+        ConfigError: their files are not what they should be, or what renders them is not installed; or decode makes
+            text of tokens with another tokenizer.
     """
-    running: list[Background] = []
+    opened: list[Renderer] = []
     for index, step in enumerate(steps):
         if isinstance(step, Render) and step.role is None:
             try:
@@ -184,8 +187,18 @@ def open_renderers(config: Config, steps: Sequence[Step]) -> list[Background]:
                 at: Path = ("pipeline", "steps", index, "params", "tokenizer")
                 raise ConfigError([config.sources.problem(at, str(error))]) from None
             log.info("prompts are rendered here", extra={"fields": renderer.facts})
-            running.append(Background("render", renderer.run))
-    return running
+            opened.append(renderer)
+            _check_tokenizers(config, steps, renderer)
+    return opened
+
+
+def _check_tokenizers(config: Config, steps: Sequence[Step], renderer: Renderer) -> None:
+    for index, step in enumerate(steps):
+        if isinstance(step, (Decode, PrefillDecode)) and step.params.tokenizer is not None:
+            folder, at = step.params.tokenizer, ("pipeline", "steps", index, "params")
+            if digest(folder) not in ("", renderer.tokenizer.sha256):
+                other = f"another tokenizer.json than {renderer.model.folder}, which render makes the prompts with"
+                raise _problem(config, at, "tokenizer", f"{folder} has {other}: write the same folder in both")
 
 
 def probes(

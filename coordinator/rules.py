@@ -283,6 +283,22 @@ def _parsers_that_are_named(placed: Placed) -> Iterator[Fault]:
         )
 
 
+_PARSERS = (("tool_parser", "--tool-call-parser"), ("reasoning_parser", "--reasoning-parser"))
+
+
+def render_and_decode_have_the_same_parsers(layout: Layout) -> Iterator[Fault]:
+    """Render asks the workers for the special tokens and grammars of its parsers: decode's would miss theirs."""
+    here = next((placed for placed in layout.of("render") if placed.param("tokenizer") is not None), None)
+    for placed in layout.of(*_ANSWERS):
+        if here is None or placed.param("derender") != "coordinator":
+            continue
+        for key, flag in _PARSERS:
+            ours, theirs = (step.param(key) or "none" for step in (placed, here))
+            if ours != theirs:
+                both = f"render (steps[{here.index}]) has {theirs} and this has {ours}"
+                yield placed.path("params", key), f"{both}, write the workers' {flag} in both"
+
+
 def token_ids_are_known_and_wanted(layout: Layout) -> Iterator[Fault]:
     for placed in layout.steps:
         if not placed.param("send_prompt_token_ids"):
@@ -401,6 +417,7 @@ RULES: tuple[Callable[[Layout], Iterator[Fault]], ...] = (
     tokens_in_has_tokens,
     wrap_has_something_to_wrap,
     derender_has_tokens_to_take,
+    render_and_decode_have_the_same_parsers,
     token_ids_are_known_and_wanted,
     limits_can_be_divided,
     steps_suit_the_connector,

@@ -158,8 +158,15 @@ def _load(folder: str, template: str | None, content_format: ContentFormat | Non
         raise ValueError(f"{folder}: transformers cannot load a tokenizer from it: {error}") from None
     if not getattr(model, "is_fast", False):
         raise ValueError(f"{folder}: the model has no fast tokenizer (tokenizer.json), so use a render service")
-    digest = hashlib.sha256((Path(folder) / "tokenizer.json").read_bytes()).hexdigest()
-    return Tokenizer(model, _template(model, template, content_format), digest)
+    return Tokenizer(model, _template(model, template, content_format), digest(folder))
+
+
+def digest(folder: str) -> str:
+    """Return the SHA-256 of a folder's tokenizer.json; empty where there is none that can be read."""
+    try:
+        return hashlib.sha256((Path(folder) / "tokenizer.json").read_bytes()).hexdigest()
+    except OSError:
+        return ""
 
 
 def generation_config(folder: str) -> Json:

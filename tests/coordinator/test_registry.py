@@ -227,6 +227,34 @@ def test_workers_without_a_tokenizer_may_have_their_tokens_made_text_with_no_par
     assert len(made(RENDER, decode, use_openai_format=False)) == 2
 
 
+BOTH = {"tool_parser": "hermes", "reasoning_parser": "qwen3"}
+PARSED = {"derender": "coordinator", "tokenizer": "/m"}
+
+
+@pytest.mark.parametrize(
+    ("render", "decode", "sentences"),
+    [
+        (BOTH, {**BOTH, "tool_parser": "qwen3_coder"}, ["tool_parser: render (steps[0]) has hermes and this has qwen3_coder, write the workers' --tool-call-parser in both"]),
+        (BOTH, {"tool_parser": "hermes"}, ["reasoning_parser: render (steps[0]) has qwen3 and this has none, write the workers' --reasoning-parser in both"]),
+        ({}, BOTH, [
+            "tool_parser: render (steps[0]) has none and this has hermes, write the workers' --tool-call-parser in both",
+            "reasoning_parser: render (steps[0]) has none and this has qwen3, write the workers' --reasoning-parser in both",
+        ]),
+    ],
+)  # fmt: skip
+def test_what_is_rendered_and_parsed_here_is_for_the_same_parsers(
+    refused, made, render: Any, decode: Any, sentences: list[str]
+) -> None:
+    """Else the text would lack the special tokens that decode's look for, or have a grammar of another kind."""
+    rendering = step("render", **HERE, **render)
+    assert refused(rendering, step("decode", **PARSED, **decode), use_openai_format=False) == [
+        f"pipeline.steps[1].params.{sentence}" for sentence in sentences
+    ]
+    assert made(step("render", **HERE, **decode), step("decode", **PARSED, **decode), use_openai_format=False)
+    assert made(RENDER, step("decode", **PARSED, **decode), use_openai_format=False), "a service has its own"
+    assert made(rendering, step("decode", output_mode="derender"), use_openai_format=False), "and so have workers"
+
+
 MODES = [
     ({"derender": "service", "output_mode": "text"}, "output_mode: a derender service takes tokens and no text; write tokens or take it out"),
     ({"derender": "coordinator", "output_mode": "derender"}, "output_mode: the worker would have parsed already; write text, or tokens where it has no tokenizer"),

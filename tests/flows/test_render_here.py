@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,22 @@ async def test_limits_on_tokens_hold(coordinator: Any, fleet: Any) -> None:
     here = await coordinator(fleet, "text", steps={"render": {**HERE, "max_total_tokens": 4}})
     got = await here.chat("Say hello in French.")
     assert (got.status, got.error["param"]) == (400, "messages")
+
+
+async def test_another_tokenizer_where_answers_are_parsed_is_told_before_the_port_is_bound(
+    coordinator: Any, fleet: Any, tmp_path: Path
+) -> None:
+    shutil.copy(Path(MODEL) / "tokenizer.json", tmp_path)
+    (tmp_path / "tokenizer.json").write_bytes((tmp_path / "tokenizer.json").read_bytes() + b"\n")
+    parsed = {"derender": "coordinator", "tokenizer": str(tmp_path), "tool_parser": "hermes"}
+    decode = {**parsed, "reasoning_parser": "qwen3", "output_mode": "text"}
+    with pytest.raises(ConfigError) as told:
+        await coordinator(fleet, "text", steps={"render": HERE, "decode": decode})
+    (problem,) = told.value.problems
+    assert problem.endswith(
+        f"params.tokenizer: {tmp_path} has another tokenizer.json than {MODEL}, which render makes the prompts with: "
+        "write the same folder in both"
+    )
 
 
 async def test_a_model_that_is_not_there_is_told_before_the_port_is_bound(coordinator: Any, fleet: Any) -> None:
