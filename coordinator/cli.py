@@ -23,7 +23,7 @@ from envelope.formats import PATHS, Format
 from envelope.json_codec import JSONDecodeError, loads
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Sequence
+    from collections.abc import Callable, Coroutine, Iterable, Sequence
 
     from coordinator.config import Config
     from coordinator.serve import Steering
@@ -81,9 +81,13 @@ def _main(argv: Sequence[str] | None) -> int:
 
 
 def _wrong(error: ConfigError) -> int:
-    for problem in error.problems:
+    return _told(WRONG, error.problems)
+
+
+def _told(code: int, problems: Iterable[str]) -> int:
+    for problem in problems:
         print(problem, file=sys.stderr)
-    return WRONG
+    return code
 
 
 def run(main_coroutine: Coroutine[Any, Any, int | None]) -> int:
@@ -106,35 +110,34 @@ def _serve(args: argparse.Namespace) -> int:
     if config.server.workers == 1:
         from coordinator.serve import Alone
 
-        return _served(config, args.config, Alone(args.config))
+        return _told(*_served(config, args.config, Alone(args.config)))
     from coordinator.processes.member import Member
     from coordinator.processes.supervisor import Supervisor
 
     supervisor = Supervisor(config, args.config, lambda share, end: _served(share, args.config, Member(end)))
     try:
-        return supervisor.run()
+        return _told(*supervisor.run())
     except OSError as error:
-        return _port_refused(config, args.config, error)
+        return _told(FAILED, [_port_refused(config, args.config, error)])
 
 
-def _served(config: Config, path: str, steering: Steering) -> int:
-    """Serve in this process; what is wrong is told in sentences."""
+def _served(config: Config, path: str, steering: Steering) -> tuple[int, list[str]]:
+    """Serve in this process; return the exit code, and what is wrong in sentences."""
     from coordinator.serve import serve
 
     try:
-        return run(serve(config, path, steering))
+        return run(serve(config, path, steering)), []
     except OSError as error:
-        return _port_refused(config, path, error)
+        return FAILED, [_port_refused(config, path, error)]
     except ConfigError as error:
-        return _wrong(error)
+        return WRONG, error.problems
 
 
-def _port_refused(config: Config, path: str, error: OSError) -> int:
-    """Tell of a port that is taken, or not ours to bind."""
+def _port_refused(config: Config, path: str, error: OSError) -> str:
+    """Say of a port that it is taken, or not ours to bind."""
     told = error.strerror or str(error)
     key = "metrics_port" if f", {config.server.metrics_port})" in told else "listen_addr"
-    print(f"{path}: server.{key}: {told}", file=sys.stderr)
-    return FAILED
+    return f"{path}: server.{key}: {told}"
 
 
 def _check(args: argparse.Namespace) -> int:

@@ -31,6 +31,7 @@ class Process:
         told: what it said of itself when it was asked the last time, by subject.
         addresses: where it listens; empty until it does.
         reloaded: what was wrong with the file that it was to apply, nothing if that went well; None is no word yet.
+        problems: what was wrong when it ended, if it knew.
         asks: the subjects of which it waits to hear what all processes say.
         telling: the subject of which it has been asked, and has not said.
         silent: its end is closed, so it is about to be over.
@@ -43,6 +44,7 @@ class Process:
     told: dict[str, Any] = field(default_factory=dict)
     addresses: Sequence[str] = ()
     reloaded: list[str] | None = None
+    problems: Sequence[str] = ()
     asks: set[str] = field(default_factory=set)
     telling: str | None = None
     silent: bool = False
@@ -92,6 +94,8 @@ class Crew:
                     process.telling = None
             case "reloaded", problems:
                 process.reloaded = problems
+            case "problems", problems:
+                process.problems = problems
             case "all", subject:
                 process.asks.add(subject)
             case "listening", addresses:

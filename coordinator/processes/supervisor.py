@@ -17,12 +17,13 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from coordinator.app import build
 from coordinator.logs import log
-from coordinator.processes.channel import COUNTS, Line
+from coordinator.processes.channel import COUNTS, Line, pack
 from coordinator.processes.crew import Crew, Process
 from coordinator.processes.ports import reserve
 from coordinator.processes.rollout import Rollout
@@ -43,6 +44,9 @@ _HEARD_WITHIN_S = 5.0
 # Beyond ``shutdown_timeout``: hand-overs that nobody took have ten seconds to be delivered (``release``).
 _END_WITHIN_S, _STOP_WITHIN_S = 15.0, 5.0
 
+Ended = tuple[int, Sequence[str]]
+"""An exit code, and what is wrong in sentences."""
+
 
 @dataclass
 class _Vacancy:
@@ -56,10 +60,10 @@ class Supervisor:
     """
     Args:
         path: of the file that the configuration came from.
-        serve: serves in a forked process until it is told to stop, and returns the exit code.
+        serve: serves in a forked process until it is told to stop; returns the exit code, and what is wrong, if so.
     """
 
-    def __init__(self, config: Config, path: str, serve: Callable[[Config, socket.socket], int]) -> None:
+    def __init__(self, config: Config, path: str, serve: Callable[[Config, socket.socket], Ended]) -> None:
         build(config)  # what cannot be opened is told here, once
         self._serve = serve
         self._file = FileWatch(path)
@@ -71,10 +75,10 @@ class Supervisor:
         self._stopping = False
         self._kill_at = math.inf
         self._count_at = self._look_at = 0.0
-        self._code = 0
+        self._ended: Ended = 0, []
 
-    def run(self) -> int:
-        """Serve until told to stop; return the exit code.
+    def run(self) -> Ended:
+        """Serve until told to stop; return the exit code, and what is wrong, if so.
 
         Raises:
             OSError: a port is taken, or not ours to bind.
@@ -87,7 +91,7 @@ class Supervisor:
                 self._start(index)
             while self._crew.processes or not self._stopping:
                 self._turn()
-        return self._code
+        return self._ended
 
     def _watch_signals(self) -> None:
         """Note signals as they come, and have them end a wait."""
@@ -177,7 +181,11 @@ class Supervisor:
                 process.line.close()
             for end in (ours, *self._waking, *self._held):
                 end.close()
-            code = self._serve(self._share(self._rollout.config, index), theirs)
+            told = theirs.dup()  # what serves closes its own
+            code, problems = self._serve(self._share(self._rollout.config, index), theirs)
+            if problems:
+                told.setblocking(True)
+                told.sendall(pack("problems", problems))
         except BaseException:
             traceback.print_exc()
         finally:
@@ -200,8 +208,8 @@ class Supervisor:
             return
         if self._crew.up:
             self._start_again(process, code)
-        else:  # it could not even start, and has said why
-            self._code = code if code > 0 else 1
+        else:  # it could not even start, nor can the others
+            self._ended = code if code > 0 else 1, process.problems
             self._stop("stop", _STOP_WITHIN_S)
 
     def _start_again(self, process: Process, code: int) -> None:
@@ -212,4 +220,5 @@ class Supervisor:
         self._vacancies.append(_Vacancy(process.index, now + delay_s))
         self._crew.metrics.restarts.inc()
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        how += "".join(f": {problem}" for problem in process.problems)
         log.error("%s %s; another is started in %g s", process, how, delay_s)

@@ -327,25 +327,39 @@ def say(message, **fields):  # at once: other processes write too
 def serve(config, end):
 {body}
 set_up(20, "json")
-sys.exit(Supervisor(load(sys.argv[1], {{}}), sys.argv[1], serve).run())
+code, problems = Supervisor(load(sys.argv[1], {{}}), sys.argv[1], serve).run()
+for problem in problems:
+    say(problem)
+sys.exit(code)
 """
 
 
 async def test_a_process_that_cannot_start_ends_the_whole_with_its_code(tmp_path: Path) -> None:
     path = tmp_path / "pd.yaml"
     path.write_text(yaml.safe_dump(tree("http://127.0.0.1:9")))
-    body = "    say('no'); return 3"
+    body = "    return 3, ['no']"
     async with started("-c", SCRIPT.format(body=body), str(path)) as group:
         assert await group.ended() == 3
-    assert {line["message"] for line in group.logged} == {"no"}
+    assert [line["message"] for line in group.logged] == ["no"]
 
 
 async def test_a_process_that_dies_again_and_again_is_started_later_each_time(tmp_path: Path) -> None:
     path = tmp_path / "pd.yaml"
     path.write_text(yaml.safe_dump(tree("http://127.0.0.1:9", server={"workers": 2})))
-    body = "    end.sendall(pack('listening', ('x',))); time.sleep(0.02 if config.server.queue_size == 51 else 60)"
+    # One lives. The other dies, and not before both have been heard: what cannot even start ends the whole.
+    body = """
+    end.sendall(pack('listening', ('x',)))
+    up = sys.argv[1] + '.up'
+    if config.server.queue_size != 51:
+        open(up, 'x').close()
+        time.sleep(60)
+    while not os.path.exists(up):
+        time.sleep(0.01)
+    time.sleep(0.1)
+    return 1, []
+"""
     path.write_text(yaml.safe_dump(tree("http://127.0.0.1:9", server={"queue_size": 101})))
-    async with started("-c", SCRIPT.format(body=body + "; return 1"), str(path)) as group:
+    async with started("-c", SCRIPT.format(body=body), str(path)) as group:
         said = [(await group.until("another is started in"))["message"].rpartition(" in ")[2] for _ in range(3)]
     assert said == ["0.1 s", "0.2 s", "0.4 s"]
 
@@ -362,7 +376,7 @@ OBEDIENT = """
             say('applying', share=share)
             line.send('reloaded', ['no room for 30'] if share in (30, 33) else [])
         if word in ('drain', 'stop'):
-            return 0
+            return 0, []
 """
 
 
@@ -394,3 +408,29 @@ async def test_what_the_first_process_cannot_apply_is_applied_by_none(tmp_path: 
         assert group.said("ended with code 0; another is started") == 2
         group.signal(signal.SIGTERM)
         assert await group.ended() == 0
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+async def test_what_no_process_can_start_with_is_told_once(tmp_path: Path, workers: int) -> None:
+    """Only a process that serves starts parsers, so that each finds out by itself that it cannot."""
+    (tmp_path / "vllm.py").write_text("raise RuntimeError\n")
+    decode = {"derender": "coordinator", "tokenizer": str(tmp_path), "tool_parser": "hermes"}
+    steps = [
+        {"type": "render", "params": {"address": "http://127.0.0.1:1"}},
+        {"type": "decode", "params": decode},
+    ]
+    pipeline = {"use_openai_format": False, "steps": steps}
+    path = tmp_path / "pd.yaml"
+    path.write_text(yaml.safe_dump(tree("http://127.0.0.1:1", server={"workers": workers}, pipeline=pipeline)))
+    command = (sys.executable, "-m", "coordinator", "serve", "--config", str(path))
+    program = await asyncio.create_subprocess_exec(
+        *command, cwd=ROOT, stderr=asyncio.subprocess.PIPE, env={**ENV, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    )
+    try:
+        async with asyncio.timeout(HANG_S):
+            _, told = await program.communicate()
+    finally:
+        if program.returncode is None:
+            program.kill()
+    sentence = f"{path}: pipeline.steps[1].params.derender: RuntimeError at vllm.py:1"
+    assert (program.returncode, told.decode()) == (2, f"{sentence}\n")
