@@ -34,7 +34,7 @@ _HIGH_WATER = 256 * 1024
 # Beyond this, the head and the body of a request are written apart: joining them would copy the body.
 _JOIN_UP_TO = 64 * 1024
 
-# How often what is kept is looked through: a worker that has left is not asked again, and may never hang up.
+# How often what is kept is looked through at least: a worker that has left is not asked again, and may never hang up.
 _SWEEP_S = 10.0
 
 
@@ -273,7 +273,8 @@ class Pool:
         self._idle_s = idle_s
         self._tls = tls
         self._idle: dict[str, deque[Connection]] = {}
-        self._sweep_at = 0.0
+        self._sweep_s = min(idle_s or _SWEEP_S, _SWEEP_S)
+        self._sweeping: asyncio.TimerHandle | None = None
 
     async def acquire(
         self, origin: str, connect_s: float | None, *, fresh: bool = False, ends_at: float | None = None
@@ -302,10 +303,11 @@ class Pool:
 
     def release(self, origin: str, connection: Connection) -> None:
         """Take a connection back: keep it when its exchange is over and it can serve another, else close it."""
-        now = asyncio.get_running_loop().time()
-        if now >= self._sweep_at:
-            self._sweep(now)
+        loop = asyncio.get_running_loop()
+        now = loop.time()
         kept = self._idle.setdefault(origin, deque())
+        if self._sweeping is None:
+            self._sweeping = loop.call_later(self._sweep_s, self._sweep, loop)
         self._drop(kept, now)
         if connection.reusable and len(kept) < self._idle_cap:
             connection.idle_since = now
@@ -314,6 +316,8 @@ class Pool:
             connection.close()
 
     def close(self) -> None:
+        if self._sweeping is not None:
+            self._sweeping.cancel()
         for kept in self._idle.values():
             for connection in kept:
                 connection.close()
@@ -322,13 +326,14 @@ class Pool:
     def _usable(self, connection: Connection, now: float) -> bool:
         return connection.alive and (not self._idle_s or now - connection.idle_since < self._idle_s)
 
-    def _sweep(self, now: float) -> None:
-        """Close what has been kept for too long, also to workers that nobody asks any more."""
-        self._sweep_at = now + _SWEEP_S
+    def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Close what has been kept for too long, whether anybody asks these workers again or not."""
+        now = loop.time()
         for origin, kept in list(self._idle.items()):
             self._drop(kept, now)
             if not kept:
                 del self._idle[origin]
+        self._sweeping = loop.call_later(self._sweep_s, self._sweep, loop) if self._idle else None
 
     def _drop(self, kept: deque[Connection], now: float) -> None:
         """Close those whose time is over: the last one kept is taken first, so nobody may ever come to them."""
