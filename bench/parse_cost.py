@@ -128,7 +128,8 @@ async def main(options: argparse.Namespace) -> None:
             print(f"| {named} | {'tokens' if tokens else 'text'} | {early:.0f} | {late:.0f} |")
     made = chunks(parsers, int(FOR_S / EVERY_S), tokens=False)
     settings = ParserSettings(options.tokenizer, TOOL_PARSER, REASONING_PARSER, options.processes, 60.0)
-    pool = ParserPool(settings, Faults(Metrics(CollectorRegistry())))
+    metrics = Metrics(CollectorRegistry())
+    pool = ParserPool(settings, Faults(metrics), metrics.parser_ended)
     await pool.start()
     rows: dict[str, list[Lateness]] = {}
     for _ in range(ROUNDS):  # in turns, as others may use the machine

@@ -65,7 +65,7 @@ def build(config: Config) -> web.Application:
     recent = Recent(time.monotonic, time.time)
     recorder = Recorder(metrics, names, tracing or PASSING, recent if server.shows_status else None)
     faults = Faults(metrics)
-    plan_of = partial(plan, metrics, faults, names, ParserPools(faults))
+    plan_of = partial(plan, metrics, faults, names, ParserPools(faults, metrics.parser_ended))
     passage = Passage()
     front = Front(
         plan_of(config, credentials),

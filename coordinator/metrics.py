@@ -273,6 +273,14 @@ class Metrics:
             ["role"],
             registry=registry,
         )
+        self.parser_process_ends = Counter(
+            "coordinator_parser_process_ends",
+            "Parser processes that ended, or could not be started again, by why.",
+            ["reason"],
+            registry=registry,
+        )
+        for reason in ("died", "hung", "garbled", "unusable", "not_started"):
+            self.parser_process_ends.labels(reason)  # so that the first end is seen as an increase
         self.config_reloads = _config_reloads(registry)
         self.background_faults = Counter(
             "coordinator_background_faults",
@@ -323,6 +331,9 @@ class Metrics:
 
     def watch_pools(self, pools: Callable[[], Mapping[str, PoolHealth]]) -> None:
         self.registry.register(Pools(pools))
+
+    def parser_ended(self, reason: str) -> None:
+        self.parser_process_ends.labels(reason).inc()
 
     def queued(self, change: int) -> None:
         self.requests_queued.inc(change)

@@ -148,6 +148,12 @@ PANELS = (
         "ops",
         _rate("coordinator_answers_unusable_total", "step, reason"),
     ),
+    Panel(
+        "Parser processes that end",
+        "Do the parsers of derender: coordinator stay up?",
+        "ops",
+        _rate("coordinator_parser_process_ends_total", "reason"),
+    ),
 )
 
 

@@ -219,6 +219,7 @@ TROUBLES: dict[str, Callable[[Fleet, int], None]] = {
     "TokensSlow": lambda fleet, step: [fleet.stream(0.3, 0.9) for _ in range(5)],
     "WorkersNotFound": lookups_fail,
     "ConfigurationRefused": lambda fleet, step: step == 25 and fleet.metrics.config_reloads.labels("refused").inc(),
+    "ParserProcessesEnd": lambda fleet, step: fleet.metrics.parser_ended("hung") if step == 25 else None,
     "ProcessesDie": lambda fleet, step: fleet.supervisor.restarts.inc() if step % 5 == 0 else None,
 }
 

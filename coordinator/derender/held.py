@@ -23,15 +23,16 @@ _NOT_INSTALLED = (
 
 
 class ParserPools:
-    """Every pool that is made, by its settings."""
+    """Every pool that is made, by its settings; ``ended`` as theirs."""
 
-    def __init__(self, faults: Faults, engine: str = VLLM) -> None:
+    def __init__(self, faults: Faults, ended: Callable[[str], None], engine: str = VLLM) -> None:
         self._faults = faults
         self._engine = engine
+        self._ended = ended
         self._pools: dict[ParserSettings, ParserPool] = {}
 
     def of(self, settings: ParserSettings) -> ParserPool:
-        return self._pools.setdefault(settings, ParserPool(settings, self._faults, self._engine))
+        return self._pools.setdefault(settings, ParserPool(settings, self._faults, self._ended, self._engine))
 
 
 class HeldParsers:

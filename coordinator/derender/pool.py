@@ -17,6 +17,8 @@ from envelope.errors import NoWorker
 from envelope.json_codec import dumps, loads
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from coordinator.background import Faults
     from envelope.json_codec import Json
 
@@ -52,12 +54,19 @@ class Unusable(Exception):
 
 
 class ParserPool:
-    """Implements ``coordinator.step.Parsers``."""
+    """Implements ``coordinator.step.Parsers``.
 
-    def __init__(self, settings: ParserSettings, faults: Faults, engine: str = VLLM) -> None:
+    Args:
+        ended: is told why, in a word, whenever a process is to be replaced.
+    """
+
+    def __init__(
+        self, settings: ParserSettings, faults: Faults, ended: Callable[[str], None], engine: str = VLLM
+    ) -> None:
         self._faults = faults
         self.settings = settings
         self.engine = engine
+        self._ended = ended
         self._processes: list[ParserProcess] = []
         self._holders = 0
         self._keepers: list[asyncio.Task[None]] = []
@@ -151,6 +160,8 @@ class ParserPool:
         """Put another in the place of a process that ends, for ever; the owner cancels."""
         while True:
             await process.gone
+            if process in self._processes:  # else this is done again, after a fault
+                self._ended(process.end)
             await self._drop(process)
             process = await self._again()
 
@@ -164,12 +175,13 @@ class ParserPool:
             try:
                 process = await self._begun()
             except OSError as error:
-                why: str | None = error.strerror or str(error)
+                end, why = "not_started", error.strerror or str(error)
             else:
-                why = await process.ready
-                if why is None:
+                if (unusable := await process.ready) is None:
                     return process
+                end, why = "unusable", unusable
                 await self._drop(process)
+            self._ended(end)
             log.error("a parser process cannot be used: %s", why)
             failed += 1
 

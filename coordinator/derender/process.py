@@ -45,6 +45,7 @@ class ParserProcess(asyncio.Protocol):
     Attributes:
         ready: done when it can be asked; its result is None, or why it cannot be used.
         gone: done when it has ended, of itself or killed.
+        end: why it did, in a word: ``died``, or ``hung`` or ``garbled`` where it was killed for that.
     """
 
     def __init__(self, engine: str, settings: Mapping[str, Any], silence_s: float) -> None:
@@ -52,6 +53,7 @@ class ParserProcess(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[str | None] = self._loop.create_future()
         self.gone: asyncio.Future[None] = self._loop.create_future()
+        self.end = "died"
         self._child: asyncio.subprocess.Process | None = None
         self._starting: asyncio.Task[None] | None = None
         self._transport: asyncio.Transport | None = None
@@ -152,7 +154,7 @@ class ParserProcess(asyncio.Protocol):
         if kind in (b"ready", b"unusable") and not self.ready.done():
             self.ready.set_result(None if kind == b"ready" else str(loads(data)))
         elif kind not in ANSWERS:
-            self._kill("a parser process said what none says, and was ended")
+            self._kill("garbled", "a parser process said what none says, and was ended")
         else:
             if kind != b"more":
                 self._unanswered -= 1
@@ -168,10 +170,11 @@ class ParserProcess(asyncio.Protocol):
         if late > self._loop.time():
             self._watch = self._loop.call_at(late, self._look)
             return
-        self._kill(f"a parser process answered nothing for {self._silence_s:g} s and was ended")
+        self._kill("hung", f"a parser process answered nothing for {self._silence_s:g} s and was ended")
 
-    def _kill(self, why: str) -> None:
+    def _kill(self, end: str, why: str) -> None:
         log.error(why)
+        self.end = end
         if self._transport is not None:
             self._transport.abort()
         if self._child is not None and self._child.returncode is None:

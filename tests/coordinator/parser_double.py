@@ -6,6 +6,7 @@ It is loaded by ``process_main`` in a process of its own, so it imports nothing 
 from __future__ import annotations
 
 import os
+import sys
 import time
 from typing import Any
 
@@ -54,11 +55,18 @@ class Stream:
         return {"usage": self.said}
 
 
+def print_to_the_coordinator(data: bytes) -> None:
+    """Write to its socket, whose number the process was started with, beside the loop that owns it."""
+    os.write(int(sys.argv[3]), data)
+
+
 def misbehave(text: str) -> None:
     if text == "raise":
         raise ValueError(f"cannot parse {text!r}, and this is what was generated")
     if text == "die":
         os._exit(9)
+    if text == "garble":
+        print_to_the_coordinator(b"what 1 {}\n")
     if text == "hang":
         time.sleep(60)
     if text.startswith("slow"):

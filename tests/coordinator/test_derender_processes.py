@@ -40,12 +40,16 @@ def settings(parser: str | None = None, processes: int = 1, silence_s: float = 3
     return ParserSettings(str(Path(__file__).parent), parser, None, processes, silence_s)
 
 
+def nobody(end: str) -> None:
+    """Is told why a process ended, where that is not the question."""
+
+
 @pytest.fixture
 async def started() -> AsyncIterator[Callable[..., Any]]:
     made: list[ParserPool] = []
 
-    async def start(**options: Any) -> ParserPool:
-        pool = ParserPool(settings(**options), FaultsTold(), DOUBLE)
+    async def start(ended: Callable[[str], None] = nobody, **options: Any) -> ParserPool:
+        pool = ParserPool(settings(**options), FaultsTold(), ended, DOUBLE)
         async with asyncio.timeout(HANG_S):
             await pool.start()
         made.append(pool)
@@ -175,7 +179,8 @@ async def test_a_process_that_dies_fails_who_is_with_it_and_another_takes_its_pl
     started: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pools, "_BACK_OFF_S", (0.0,))
-    pool, silent = await started(), Live("a", ends=False)
+    ends: list[str] = []
+    pool, silent = await started(ends.append), Live("a", ends=False)
     with_it = asyncio.create_task(relayed(pool.open({}).attach(silent), []))
     await asyncio.sleep(0)
     with pytest.raises(LegFailed, match="the parser process ended"):
@@ -188,6 +193,7 @@ async def test_a_process_that_dies_fails_who_is_with_it_and_another_takes_its_pl
                 pool.open({})
             await asyncio.sleep(0.01)
     assert (await pool.whole({}, {"text": "a"}))["text"] == "A"
+    assert ends == ["died"]
 
 
 @pytest.mark.parametrize("error", [OSError(12, "Cannot allocate memory"), ZeroDivisionError()], ids=repr)
@@ -197,13 +203,16 @@ async def test_a_process_that_cannot_be_started_again_is_tried_until_it_can(
     """Also where the fault is ours."""
     monkeypatch.setattr(pools, "_BACK_OFF_S", (0.0,))
     monkeypatch.setattr("coordinator.background._FIRST_WAIT_S", 0.001)
-    pool, real, refused = await started(), ParserProcess.start, 0
+    ends: list[str] = []
+    pool, real, refused = await started(ends.append), ParserProcess.start, 0
 
     async def start(process: ParserProcess) -> None:
         nonlocal refused
         refused += 1
         if refused < 3:
             raise error
+        if refused == 3:
+            monkeypatch.setitem(process._settings, "tool_parser", "unknown")
         await real(process)
 
     monkeypatch.setattr(ParserProcess, "start", start)
@@ -212,13 +221,21 @@ async def test_a_process_that_cannot_be_started_again_is_tried_until_it_can(
     async with asyncio.timeout(HANG_S):
         while pool.problems():
             await asyncio.sleep(0.01)
-    assert refused == 3 and len(pool._processes) == 1
+    assert refused == 4 and len(pool._processes) == 1
+    told = ["not_started"] * 2 if isinstance(error, OSError) else []  # a fault of ours is told as one
+    assert ends == ["died", *told, "unusable"]
 
 
-async def test_a_process_that_hangs_is_ended(started: Any) -> None:
-    pool = await started(silence_s=0.3)
+@pytest.mark.parametrize(("text", "why"), [("hang", "hung"), ("garble", "garbled")])
+async def test_a_process_that_hangs_or_talks_nonsense_is_ended(started: Any, text: str, why: str) -> None:
+    ends: list[str] = []
+    pool = await started(ends.append, silence_s=0.3 if text == "hang" else 30.0)
     with pytest.raises(LegFailed, match="the parser process ended"):
-        await relayed(pool.open({}).attach(Live("a", "hang")), [])
+        await relayed(pool.open({}).attach(Live("a", text)), [])
+    async with asyncio.timeout(HANG_S):
+        while not ends:
+            await asyncio.sleep(0.01)
+    assert ends == [why]
 
 
 async def test_a_slow_parser_stops_the_worker_from_being_read(started: Any) -> None:
@@ -288,7 +305,7 @@ async def test_a_request_that_is_cancelled_leaves_nothing_behind(started: Any) -
     ],
 )
 async def test_a_process_that_cannot_be_used_says_why(parser: str, why: str) -> None:
-    pool = ParserPool(settings(parser, processes=2), FaultsTold(), DOUBLE)
+    pool = ParserPool(settings(parser, processes=2), FaultsTold(), nobody, DOUBLE)
     async with asyncio.timeout(HANG_S):
         with pytest.raises(Unusable, match=why):
             await pool.start()
@@ -303,7 +320,7 @@ def fault(key: str, sentence: str) -> ConfigError:
 
 
 async def test_plans_with_the_same_parsers_share_them_and_the_last_one_ends_them() -> None:
-    made = ParserPools(FaultsTold(), DOUBLE)
+    made = ParserPools(FaultsTold(), nobody, DOUBLE)
     before, after = HeldParsers(made.of(settings()), fault), HeldParsers(made.of(settings()), fault)
     assert made.of(settings(processes=2)) is not before.pool
     async with asyncio.timeout(HANG_S):
@@ -317,7 +334,7 @@ async def test_plans_with_the_same_parsers_share_them_and_the_last_one_ends_them
 
 
 async def test_what_a_process_cannot_use_is_told_of_the_key_at_fault() -> None:
-    held = HeldParsers(ParserPools(FaultsTold(), DOUBLE).of(settings("unknown")), fault)
+    held = HeldParsers(ParserPools(FaultsTold(), nobody, DOUBLE).of(settings("unknown")), fault)
     with pytest.raises(ConfigError) as caught:
         await held.start()
     assert caught.value.problems == ["tool_parser: there is no 'unknown', did you mean upper?"]
@@ -325,7 +342,7 @@ async def test_what_a_process_cannot_use_is_told_of_the_key_at_fault() -> None:
 
 
 def test_without_vllm_it_is_said_what_to_install() -> None:
-    held = HeldParsers(ParserPool(settings("hermes"), FaultsTold(), VLLM), fault)
+    held = HeldParsers(ParserPool(settings("hermes"), FaultsTold(), nobody, VLLM), fault)
     with pytest.raises(ConfigError) as caught:
         held.check()
     assert caught.value.problems == [
@@ -335,6 +352,6 @@ def test_without_vllm_it_is_said_what_to_install() -> None:
 
 
 def test_a_tokenizer_that_is_no_folder_is_refused_before_anything_is_started() -> None:
-    held = HeldParsers(ParserPool(ParserSettings("/no/such", "x", None, 1, 1.0), FaultsTold(), DOUBLE), fault)
+    held = HeldParsers(ParserPool(ParserSettings("/no/such", "x", None, 1, 1.0), FaultsTold(), nobody, DOUBLE), fault)
     with pytest.raises(ConfigError, match="tokenizer: /no/such is no folder here"):
         held.check()
