@@ -315,7 +315,7 @@ class Connection(asyncio.Protocol):
         self._body: list[bytes] = []
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport: asyncio.Transport = transport  # type: ignore[assignment]
+        self._transport: asyncio.Transport = transport  # type: ignore[assignment]  # a stream's
 
     def connection_lost(self, error: Exception | None) -> None:
         if self._stream is not None:

@@ -152,7 +152,7 @@ class Client(asyncio.Protocol):
             self._tally.errors.append(f"{type(error).__name__}: {error}")
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport: asyncio.Transport = transport  # type: ignore[assignment]
+        self._transport: asyncio.Transport = transport  # type: ignore[assignment]  # a stream's
         self.usable = True
 
     def connection_lost(self, error: Exception | None) -> None:

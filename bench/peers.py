@@ -119,7 +119,7 @@ def _run(*args: str) -> None:
 def from_pypi(name: str, pinned: str, **rest: object) -> Proxy:
     """Return a peer that lives in a virtual environment; its command's first word is a program of it."""
     home = FOLDER / name
-    words: Callable[[Site], list[str]] = rest.pop("command")  # type: ignore[assignment]
+    words: Callable[[Site], list[str]] = rest.pop("command")  # type: ignore[assignment]  # as Proxy has it
 
     def version() -> str:
         found = sorted(home.glob(f"lib/python3*/site-packages/{name.replace('-', '_')}-*.dist-info"))
@@ -135,7 +135,7 @@ def from_pypi(name: str, pinned: str, **rest: object) -> Proxy:
         program, *args = words(site)
         return [str(home / "bin" / program), *args]
 
-    return Proxy(name=name, version=version, install=install, command=command, **rest)  # type: ignore[arg-type]
+    return Proxy(name=name, version=version, install=install, command=command, **rest)  # type: ignore[arg-type]  # the rest of Proxy's
 
 
 def _nginx() -> str:

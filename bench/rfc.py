@@ -14,7 +14,6 @@ import argparse
 import asyncio
 import contextlib
 import json
-import signal
 import subprocess
 import sys
 import tempfile
@@ -49,7 +48,7 @@ from bench.rfc_cells import (
     Workers,
 )
 from bench.rfc_load import CHAT, GENERATE, Load
-from bench.run import dumped, machine, shown_command, versions
+from bench.run import machine, recorded, shown_command, versions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -269,13 +268,7 @@ def _python() -> Path:
 
 
 def main() -> int:
-    options = parse()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leaves the ``with``, which stops what was started
-    results = run(options)
-    folder = options.out / "results"
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "rfc.json").write_text(dumped(results))
-    print(rfc_report.write(results, options.out, plots=not options.smoke), file=sys.stderr)
+    results = recorded(run, parse(), "rfc.json", rfc_report.write)
     return int(any(record.get("errors") for record in results["records"]))
 
 

@@ -41,7 +41,7 @@ from bench.proctree import ProcessTree
 from bench.scenarios import DIRECT, FULL, ORJSON, SMOKE, Plan, Scenario
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 Record = dict[str, Any]
 
@@ -222,7 +222,8 @@ class Bench:
             self.programs.stop(load)
         if load.returncode:
             raise Failed(f"the load ended with {load.returncode}: {self.programs.tail('load')}")
-        return json.loads(out)  # type: ignore[no-any-return]
+        told: dict[str, Any] = json.loads(out)
+        return told
 
     # Book-keeping.
 
@@ -285,7 +286,8 @@ def orjson_record(scenario: Scenario, number: int) -> Record:
 
 def ask(port: int) -> dict[str, int]:
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/counts", timeout=10) as got:
-        return json.load(got)  # type: ignore[no-any-return]
+        counts: dict[str, int] = json.load(got)
+    return counts
 
 
 def line(record: Record) -> str:
@@ -423,14 +425,24 @@ def shown_command(target: str = "make bench") -> str:
     return f'{target} ARGS="{shlex.join(words)}"' if words else target
 
 
-def main() -> int:
-    options = parse()
+def recorded(
+    run: Callable[[argparse.Namespace], dict[str, Any]],
+    options: argparse.Namespace,
+    file: str,
+    write: Callable[..., str],
+) -> dict[str, Any]:
+    """Measure, keep what was found in ``results/``, and write the report of it."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leaves the ``with``, which stops what was started
     results = run(options)
     folder = options.out / "results"
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "runs.json").write_text(dumped(results))
-    print(report.write(results, options.out, plots=not options.smoke), file=sys.stderr)
+    (folder / file).write_text(dumped(results))
+    print(write(results, options.out, plots=not options.smoke), file=sys.stderr)
+    return results
+
+
+def main() -> int:
+    results = recorded(run, parse(), "runs.json", report.write)
     # What a peer cannot do is a result.
     ours = {DIRECT, *(proxy.name for proxy in peers.OURS)}
     return int(any(record.get("error") and record["proxy"] in ours for record in results["records"]))

@@ -71,7 +71,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _main(argv: Sequence[str] | None) -> int:
     try:
         args = _parser().parse_args(argv)
-        return args.run(args)  # type: ignore[no-any-return]
+        code: int = args.run(args)
+        return code
     except ConfigError as error:
         return _wrong(error)
     except KeyboardInterrupt:

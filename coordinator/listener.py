@@ -56,7 +56,7 @@ class Patience:
 
 PATIENCE = web.AppKey("patience", Patience)
 # Told of every request that is refused before a route has it: its id, and why. (To mypy, Callable is not a class.)
-REFUSED: web.AppKey[Callable[[str, ApiError], None]] = web.AppKey("refused", Callable)  # type: ignore[arg-type]
+REFUSED: web.AppKey[Callable[[str, ApiError], None]] = web.AppKey("refused", Callable)  # type: ignore[arg-type]  # no class
 
 _FOR_EVER_S = 1e9  # aiohttp takes 0 for "no second request"
 

@@ -87,8 +87,8 @@ def stream_shape(ctx: RequestContext, answer: Answer, created: int) -> Shape:
 
 def error_body(api: Format | None, error: ApiError, request_id: str) -> bytes:
     """Return an error answer's body, as the client's API has it."""
-    module = messages if api is Format.MESSAGES else errors
-    return module.error_body(error, request_id)  # type: ignore[no-any-return]
+    told = messages.error_body if api is Format.MESSAGES else errors.error_body
+    return told(error, request_id)
 
 
 def error_event(api: Format, shape: Shape | None, error: ApiError, request_id: str) -> bytes:
@@ -96,8 +96,8 @@ def error_event(api: Format, shape: Shape | None, error: ApiError, request_id: s
     if (fail := getattr(shape, "fail", None)) is not None:
         with suppress(LegFailed), reading("decode"):  # it may stumble again over what it has just failed of
             return fail(error, request_id)  # type: ignore[no-any-return]  # it knows how far its events have come
-    module: Any = {Format.MESSAGES: messages, Format.RESPONSES: responses}.get(api, errors)
-    return module.error_event(error, request_id)  # type: ignore[no-any-return]
+    told = {Format.MESSAGES: messages.error_event, Format.RESPONSES: responses.error_event}.get(api, errors.error_event)
+    return told(error, request_id)
 
 
 def _tells_of_workers(body: Any) -> bool:

@@ -139,7 +139,7 @@ class Connection(asyncio.Protocol):
     # What the event loop and the parser call.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport  # type: ignore[assignment]
+        self._transport = transport  # type: ignore[assignment]  # a stream's; uvloop's is no subclass
 
     def data_received(self, data: bytes) -> None:
         if self._complete:

@@ -44,16 +44,17 @@ def map_parts(api: Format, body: Json, visit: Visit) -> Json:
     def item(where: str, entry: Any) -> Any:
         return _response_item(where, entry, visit)
 
+    mapped: Json = body
     match api:
         case Format.CHAT:
-            return _mapped(body, "messages", "", message)  # type: ignore[no-any-return]
+            mapped = _mapped(body, "messages", "", message)
         case Format.RESPONSES:
-            return _mapped(body, "input", "", item)  # type: ignore[no-any-return]
+            mapped = _mapped(body, "input", "", item)
         case Format.MESSAGES:
-            return _mapped(_mapped(body, "system", "", block), "messages", "", message)  # type: ignore[no-any-return]
+            mapped = _mapped(_mapped(body, "system", "", block), "messages", "", message)
         case Format.GENERATE:
-            return _mapped(body, "content_parts", "", visit)  # type: ignore[no-any-return]
-    return body
+            mapped = _mapped(body, "content_parts", "", visit)
+    return mapped
 
 
 def _mapped(holder: Any, key: str, where: str, visit: Visit) -> Any:

@@ -7,7 +7,7 @@ that the text is digits and commas takes 0.3, and legs have it without a copy.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, TypeGuard, overload
 
 import orjson
 
@@ -89,10 +89,10 @@ def _numbers(raw: bytes) -> list[int]:
         found = None
     if not are_token_ids(found):
         raise LegUnreadable("render", "the render service's token_ids are no integers")
-    return found  # type: ignore[no-any-return]
+    return found
 
 
-def are_token_ids(value: Any) -> bool:
+def are_token_ids(value: Any) -> TypeGuard[list[int]]:
     """Say whether a renderer's value is a list of token ids, and not an empty one."""
     if isinstance(value, TokenIds):
         return True

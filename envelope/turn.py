@@ -220,9 +220,10 @@ class ParsedTurn(TextChunks):
 def _parsed(data: bytes) -> Json:
     """Parse a chunk; not by json_codec, as no number that is passed on can be beyond 64 bits."""
     try:
-        return orjson.loads(data)  # type: ignore[no-any-return]
+        found: Json = orjson.loads(data)
     except JSONDecodeError:
         return _lenient(data)
+    return found
 
 
 def _lenient(data: bytes) -> Json:

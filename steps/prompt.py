@@ -19,4 +19,5 @@ def prompt_ids(ctx: RequestContext) -> Sequence[int] | None:
     """
     if ctx.rendered is None or has_media(ctx.body) or ctx.body.get("echo"):
         return None
-    return ctx.rendered["token_ids"]  # type: ignore[no-any-return]
+    found: Sequence[int] = ctx.rendered["token_ids"]
+    return found
