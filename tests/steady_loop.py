@@ -11,7 +11,7 @@ import asyncio
 import selectors
 import time
 
-_STEP_S = 0.02
+_STEP_S = 0.01
 
 
 class SteadyLoop(asyncio.SelectorEventLoop):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
+import socket
 import time
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -107,6 +108,7 @@ class SimWorker:
         self._stopping = False
         self._runner: web.AppRunner | None = None
         self._site: web.TCPSite | None = None
+        self._plug: socket.socket | None = None
 
     @property
     def url(self) -> str:
@@ -157,6 +159,7 @@ class SimWorker:
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
+        self._unplug()
         if self.bootstrap is not None:
             await self.bootstrap.stop()
 
@@ -165,6 +168,10 @@ class SimWorker:
         if self._site is not None:
             await self._site.stop()
             self._site = None
+            # Held and not listened on: else it may be another server's by the time that a client comes.
+            self._plug = socket.socket()
+            self._plug.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._plug.bind(("127.0.0.1", self._port))
         for connection in self._server.connections:
             if connection.transport is not None:
                 connection.transport.close()
@@ -172,10 +179,16 @@ class SimWorker:
     async def accept_connections(self) -> None:
         """Listen, again on the same port if there was one; an engine that died is a new one."""
         assert self._runner is not None, "not started"
+        self._unplug()
         self._site = web.TCPSite(self._runner, "127.0.0.1", self._port, reuse_address=True)
         await self._site.start()
         self.core.dead = False
         self._port = self.core.port = self._runner.addresses[0][1]
+
+    def _unplug(self) -> None:
+        if self._plug is not None:
+            self._plug.close()
+            self._plug = None
 
     @property
     def _server(self) -> web.Server:

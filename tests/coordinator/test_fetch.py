@@ -10,7 +10,6 @@ import gzip
 import re
 import socket
 import ssl
-import time
 from contextlib import AsyncExitStack
 from ipaddress import IPv4Address, ip_address, ip_network
 from pathlib import Path
@@ -246,11 +245,9 @@ async def test_nothing_of_the_client_goes_with_it(origin: Origin, fetch: Any) ->
 async def test_a_connection_is_used_once(origin: Origin, fetch: Any) -> None:
     origin.serve("/x")
     await fetch("/x")
-    for _ in range(100):
-        if all(request.transport is None for request in origin.asked):
-            break
-        await asyncio.sleep(0.01)
-    assert all(request.transport is None for request in origin.asked)
+    async with asyncio.timeout(HANG_S):
+        while not all(request.transport is None for request in origin.asked):
+            await asyncio.sleep(0.01)
 
 
 # How much, and for how long.
@@ -289,9 +286,7 @@ async def test_what_is_compressed_is_refused(origin: Origin, fetch: Any) -> None
 )
 async def test_a_server_that_takes_too_long_is_given_up_in_time(origin: Origin, fetch: Any, pieces: Any) -> None:
     origin.pieces("/x", *pieces)
-    begun = time.monotonic()
     assert await failure(fetch("/x", limits=FetchLimits(0.2, 2**20))) == "its server did not send it within 0.2 s"
-    assert time.monotonic() - begun < 2
     await asyncio.wait_for(origin.hung_up.wait(), HANG_S)
 
 
@@ -666,7 +661,7 @@ class Connected(Exception):
     pass
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(FORMS, st.booleans(), ANSWERS)
 def test_no_form_of_a_url_connects_to_an_address_that_is_refused(
     url: str, allow_private: bool, found: list[Address]

@@ -234,8 +234,10 @@ async def test_a_pool_that_is_closed_leaves_no_timer_behind(start: Any) -> None:
 async def test_what_nobody_asked_for_ends_the_connection(start: Any) -> None:
     worker = await start([SIZED + SIZED], [SIZED])
     async with pool() as made:
-        await asked(made, worker)
-        await asyncio.sleep(0.01)
+        first, _ = await asked(made, worker)
+        async with asyncio.timeout(HANG_S):
+            while first.alive:
+                await asyncio.sleep(0)
         assert (await asked(made, worker))[1] == b"abcde"
     assert worker.connections == 2
 

@@ -180,7 +180,7 @@ def test_one_byte_at_a_time_gives_the_same_bytes(stream: bytes):
     assert b"".join(shape.feed(stream[i : i + 1]) for i in range(len(stream))) + shape.close() == sent(stream)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     texts=st.lists(st.text(max_size=8), max_size=6),
     cuts=st.lists(st.integers(0, 2000), max_size=8),

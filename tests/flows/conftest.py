@@ -147,7 +147,7 @@ def config_tree(fleet: SimFleet, shape: str, steps: Mapping[str, Any], changes: 
     if "encode" in params:
         pools["encode"] = {"endpoints": [worker.url for worker in fleet.encodes]}
     tree = {
-        "server": {"listen_addr": "127.0.0.1:0", "readiness_interval": "10s", "heartbeat_after": 0},
+        "server": {"listen_addr": "127.0.0.1:0", "readiness_interval": "1h", "heartbeat_after": 0},
         "pools": pools,
         "pipeline": {
             "kv_connector": f"kv-{fleet.prefill.settings.kv}" if fleet.prefills else "kv-nixl",

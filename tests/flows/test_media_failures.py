@@ -5,7 +5,6 @@ Cases M03 and M04, and their kinds.
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -57,9 +56,7 @@ async def test_one_that_fails_everywhere_fails_the_request_and_ends_the_others(
     at = await coordinator(fleet, shape, steps=LIMITS)
     for worker in fleet.encodes:
         worker.behave.fault = Fault(**{**vars_of(fault), "path": GENERATE if shape == "text" else CHAT})
-    begun = time.monotonic()
     got = await at.post(CHAT, with_media(*PICTURES))
-    assert time.monotonic() - begun < 2
     assert got.status == status
     assert got.error["message"].startswith("encode: ")
     assert b"secret" not in got.raw

@@ -183,7 +183,7 @@ async def test_a_worker_that_leaves_ends_its_streams_and_gets_no_more(
     fleet = await fleet_of(decodes=2, itl_s=0.02)
     at = await coordinator(fleet, "alone")
     members = at.upstream.links["decode"].router.members
-    async with at.open(CHAT, ask("Never stop.", stream=True, max_tokens=20)) as live:
+    async with at.open(CHAT, ask("Never stop.", stream=True, max_tokens=60)) as live:
         await live.head()
         await live.event()
         [leaving] = [worker for worker in fleet.decodes if worker.in_flight]

@@ -12,6 +12,7 @@ from coordinator.rendering.renderer import Model, Renderer
 from coordinator.rendering.threads import Threads
 from envelope.errors import LegTimeout
 from envelope.formats import Format
+from tests.bounds import HANG_S
 from tests.coordinator.rendering.conftest import MODEL
 from tests.coordinator.rendering.requests import HI
 
@@ -57,7 +58,7 @@ async def test_at_most_so_many_run_at_a_time_and_who_left_costs_nothing() -> Non
 
     def work(number: int) -> int:
         begun.append(number)
-        go.wait(10)
+        go.wait(HANG_S)
         return number
 
     tasks = [asyncio.create_task(threads.run(lambda number=number: work(number))) for number in range(4)]

@@ -113,7 +113,7 @@ async def test_workers_are_asked_in_the_background_and_one_that_falls_silent_is_
     url = str((await aiohttp_server(app)).make_url("/")).rstrip("/")
     says.page = b"vllm:num_requests_waiting 6\n"
     worker, reports, changed = Worker(url, (("Authorization", "Bearer k"),)), Reports(), list[Worker]()
-    watch = LoadWatch(reports, lambda: (worker,), changed.append, Asking(0.002, 5.0, 0.02))
+    watch = LoadWatch(reports, lambda: (worker,), changed.append, Asking(0.002, 5.0, 0.5))
     with caplog.at_level(logging.WARNING, "coordinator"):
         running = asyncio.ensure_future(watch.run(FaultsTold()))
         try:
