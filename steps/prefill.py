@@ -88,11 +88,15 @@ class Prefill:
         try:
             reply = await self._ask(ctx, upstream, fmt)
         except LegError as error:
-            if self._settings.on_prefill_failure != "decode_alone" or isinstance(error, LegRejected):
-                raise
-            self._settings.events.prefill_failed_over(type(error).__name__)
+            self.fail_over(error)
             return "failed_over"
         return self._keep(ctx, reply)
+
+    def fail_over(self, error: LegError) -> None:
+        """Leave the prompt to decode, where the file says so; else raise the error."""
+        if self._settings.on_prefill_failure != "decode_alone" or isinstance(error, LegRejected):
+            raise error
+        self._settings.events.prefill_failed_over(type(error).__name__)
 
     def plan(self, api: Format) -> PlanRow:
         fmt = leg_format(api, self._openai)

@@ -109,8 +109,15 @@ class PrefillDecode:
         Raises:
             ApiError: of the leg that failed first.
         """
-        worker = upstream.choose(ctx, self._prefill.role, self._prefill.plan(ctx.api).path or "")
-        pair, headers = await self._tie(ctx, upstream, worker)
+        try:
+            worker = upstream.choose(ctx, self._prefill.role, self._prefill.plan(ctx.api).path or "")
+            pair, headers = await self._tie(ctx, upstream, worker)
+        except LegError as error:
+            if again and error.retryable and error.elsewhere:
+                raise
+            self._prefill.fail_over(error)
+            await self._decode.run(ctx, upstream)
+            return "failed_over"
         if not self._kv.own_body:
             ctx.handover, ctx.handover_at = pair.decode, self._settings.clock()
         ctx.prefilled = True
@@ -127,6 +134,7 @@ class PrefillDecode:
                 await decoding
             else:  # the file says that decode may do without
                 await end(decoding)
+                self._forget(upstream, pair)
                 ctx.handover, ctx.prefilled = None, False
                 await self._decode.run(ctx, upstream)
         except BaseException:
@@ -134,10 +142,14 @@ class PrefillDecode:
             await ctx.aclose()
             ctx.answer = ctx.generated = None
             held.give_up(prefilling)
-            upstream.bootstrap.forget(pair.decode.get("remote_bootstrap_addr", ""))
+            self._forget(upstream, pair)
             raise
         await self._join(ctx, prefilling)
         return how or "ok"
+
+    def _forget(self, upstream: Upstream, pair: Pair) -> None:
+        """Ask anew whose engine is behind the address of a pair that failed."""
+        upstream.bootstrap.forget(pair.decode.get("remote_bootstrap_addr", ""))
 
     def _to_prefill(self, upstream: Upstream, held: _Held, worker: Peer, headers: Headers, again: bool) -> Tied:
         changes: dict[str, Any] = {"to": worker, "headers": headers}

@@ -205,3 +205,20 @@ async def test_a_prefill_that_never_answers_ends_at_its_limit(fleet_of, coordina
     assert got.status == 504
     await eventually(lambda: fleet.decode.aborted)
     await leaves_decode_waiting(fleet)
+
+
+@pytest.mark.parametrize("known", [False, True])
+async def test_with_a_prefill_worker_that_is_gone_decode_may_do_both(fleet_of, coordinator, legs, eventually, known):
+    """Its bootstrap server is gone with it. What that had told before is believed once more, and then forgotten."""
+    fleet = await paired(fleet_of, "mooncake")
+    at = await coordinator(fleet, "pair", pipeline={"on_prefill_failure": "decode_alone"})
+    if known:
+        assert (await at.chat()).text == HELLO
+    await fleet.prefill.stop()
+    for _ in range(2):
+        got = await at.chat()
+        assert (got.status, got.text) == (200, HELLO)
+    assert await at.count("coordinator_prefills_failed_over_total") == 2
+    assert len([leg for leg in legs(fleet.decode) if leg.body.get("kv_transfer_params")]) <= 2 * known
+    await eventually(lambda: not fleet.decode.core.running)
+    fleet.pairs.stranded.clear()  # the decode of the pair that failed keeps its room, if it was asked at all
