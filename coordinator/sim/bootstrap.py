@@ -24,7 +24,7 @@ class BootstrapServer:
     def __init__(self, store: PairStore, engine_id: str, dp_size: int) -> None:
         self.queries = 0
         self._store = store
-        self._engines = {rank: engine_of(engine_id, rank) for rank in range(dp_size)}
+        self._engines = {rank: engine_of(engine_id, rank, dp_size) for rank in range(dp_size)}
         app = web.Application()
         app.router.add_get("/query", self._tell)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)

@@ -146,6 +146,7 @@ class Mooncake:
 
     store: PairStore
     engine_id: str
+    dp_size: int = 1
 
     async def meet(self, job: Job) -> None:
         params = dict(job.kv_params or {})
@@ -159,7 +160,7 @@ class Mooncake:
         # Only what ended by length is kept; of anything else a decode that waits hears nothing.
         if params.get("do_remote_decode") and params.get("transfer_id") and finish == "length":
             rank = int(job.dp_rank or 0)
-            self.store.send(params["transfer_id"], engine_of(self.engine_id, rank), tuple(job.prompt_ids))
+            self.store.send(params["transfer_id"], engine_of(self.engine_id, rank, self.dp_size), tuple(job.prompt_ids))
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +177,6 @@ class Sglang:
         pass
 
 
-def engine_of(engine_id: str, rank: int) -> str:
+def engine_of(engine_id: str, rank: int, dp_size: int) -> str:
     """Return the id of one data-parallel rank's engine."""
-    return f"{engine_id}_dp{rank}" if rank else engine_id
+    return f"{engine_id}_dp{rank}" if dp_size > 1 else engine_id

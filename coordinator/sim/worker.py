@@ -133,7 +133,7 @@ class SimWorker:
 
     def _side(self) -> Mooncake | Sglang | None:
         if self.settings.kv == "mooncake":
-            return Mooncake(self.pairs, self.core.engine_id)
+            return Mooncake(self.pairs, self.core.engine_id, self.settings.dp_size)
         return Sglang(self.pairs, self.role) if self.settings.kv == "sglang" else None
 
     async def start(self) -> None:

@@ -129,7 +129,7 @@ async def test_ranks_are_ours_to_choose(fleet_of, coordinator, legs):
     assert [leg.header("x-data-parallel-rank") for leg in legs(fleet.prefill)] == ["0", "1", "0", "1"]
     assert [leg.header("x-data-parallel-rank") for leg in legs(fleet.decode)] == [None] * 4
     told = [params(leg.body)["remote_engine_id"] for leg in legs(fleet.decode)]
-    assert told == [engine, f"{engine}_dp1", engine, f"{engine}_dp1"]
+    assert told == [f"{engine}_dp{rank}" for rank in (0, 1, 0, 1)]
     for leg in (*legs(fleet.prefill), *legs(fleet.decode)):
         assert not {"data_parallel_rank", "routed_dp_rank"} & set(leg.body)
 
