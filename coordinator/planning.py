@@ -83,7 +83,7 @@ def plan(
     discovery = Discovery(list(found.values()))
     more = () if pool is None else (pool.problems,)
     readiness = Readiness(probes(steps, upstream.links, found), server.readiness_interval, faults, more)
-    questions = Questions(upstream, names)
+    questions = Questions(upstream, names, renderers[0].render if renderers else None)
     names.add(server.metrics_models)
     routing = routing_headers(config)
     return Plan(

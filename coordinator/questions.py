@@ -17,12 +17,16 @@ from envelope.kv_transfer import without_transfer_params
 
 if TYPE_CHECKING:
     import ssl
+    from collections.abc import Awaitable, Callable
     from typing import Any
 
     from coordinator.context import Headers
     from coordinator.routing.router import Worker
     from coordinator.telemetry.model_names import ModelNames
     from coordinator.upstream import HttpUpstream
+    from envelope.json_codec import Json
+
+    Render = Callable[[Format, Json, str, float | None], Awaitable[Json]]
 
 COUNT_TOKENS_PATH = PATHS[Format.MESSAGES] + "/count_tokens"
 
@@ -35,11 +39,13 @@ class Questions:
 
     Args:
         names: learns from the lists of models that clients are given.
+        render: makes the prompts of this pipeline (``Renderer.render``); None where a service does, or nobody.
     """
 
-    def __init__(self, upstream: HttpUpstream, names: ModelNames) -> None:
+    def __init__(self, upstream: HttpUpstream, names: ModelNames, render: Render | None) -> None:
         self._upstream = upstream
         self._names = names
+        self._render = render
 
     async def models(self, headers: Headers, request_id: str) -> bytes:
         """Return a decode worker's own list: it is the truth about what can be asked for.
@@ -67,15 +73,19 @@ class Questions:
         return None
 
     async def count_tokens(self, headers: Headers, request_id: str, body: Any) -> bytes:
-        """Return how many tokens an Anthropic request has: counted by render where there is one, else by decode.
+        """Return how many tokens an Anthropic request has: counted by what renders prompts, else by decode.
 
         Raises:
-            BadRequest: the body is no JSON object.
+            BadRequest: the body is no JSON object, or what renders here refuses it.
             LegRejected, LegFailed, LegTimeout, NoWorker.
         """
         if not isinstance(body, dict):
             raise BadRequest("the request body must be a JSON object")
         ctx = _context(headers, request_id, without_transfer_params(body))
+        if self._render is not None:
+            asked = messages.count_request(ctx.body)
+            rendered = await self._render(Format.MESSAGES, asked, request_id, _LIMITS.request_s)
+            return dumps(messages.count_tokens(rendered))
         if "render" not in self._upstream.links:
             leg = Leg("count_tokens", "decode", COUNT_TOKENS_PATH, ctx.body, _LIMITS)
             return (await self._upstream.post_json(ctx, leg)).raw

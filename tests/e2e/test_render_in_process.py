@@ -16,6 +16,7 @@ from tests.e2e.conftest import VLLM_VERSION
 from tests.e2e.conversations import CONVERSATIONS, joined, said
 from tests.e2e.record_rendered import FILE, ask
 from tests.e2e.servers import MAX_MODEL_LEN, MODEL, MODEL_NAME
+from tests.e2e.wire import post
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -70,6 +71,31 @@ def test_every_field_is_resolved_as_the_service_does(workers: Workers, rendered:
         assert normal(rendered(api, body)[1]) == normal(theirs) == normal(recorded[name]["body"]), name
     for name, (api, body) in REFUSED.items():
         assert (name, ask(workers.render.url, api, body)[0], rendered(api, body)[0]) == (name, 400, 400)
+
+
+def test_a_prompt_has_as_many_tokens_as_the_worker_and_the_service_count(
+    coordinator: Callable[[dict], Coordinator], workers: Workers
+) -> None:
+    asked: list[dict[str, Any]] = [
+        {"messages": talk.request["messages"]} for talk in CONVERSATIONS.values() if "tools" not in talk.request
+    ]
+    asked += [
+        {**asked[0], "system": "Be brief.", "tools": [{"name": "t", "input_schema": {"type": "object"}}]},
+        {**asked[0], "thinking": {"type": "enabled", "budget_tokens": 2048}},
+        {**asked[0], "thinking": {"type": "disabled"}},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "long " * 900}]}]},
+    ]
+    pools = {"decode": {"endpoints": [workers.decode.url]}}
+    here, served = (
+        coordinator({"pools": pools, "pipeline": {"steps": [{"type": "render", "params": render}, {"type": "decode"}]}})
+        for render in (HERE, {"address": workers.render.url})
+    )
+    for own in asked:
+        body = {"model": MODEL_NAME, **own}
+        counts = [post(f"{url}/v1/messages/count_tokens", body) for url in (here.url, served.url, workers.decode.url)]
+        assert {reply.status for reply in counts} == {200}
+        assert counts[0].body == counts[1].body == counts[2].body, own
+        assert counts[0].body["input_tokens"] > 5
 
 
 @pytest.mark.parametrize("mode", ["text", "derender"])

@@ -13,6 +13,7 @@ from coordinator.cli import main
 from coordinator.problems import ConfigError
 from tests.flows.setups import CHAT, COMPLETIONS, MESSAGES, RESPONSES, SETUPS, comparable, question
 
+COUNT_TOKENS = f"{MESSAGES}/count_tokens"
 MODEL = str(Path(__file__).resolve().parents[1] / "data" / "tiny-model")
 HERE = {"tokenizer": MODEL, "max_model_len": 4096, "tool_parser": "hermes", "reasoning_parser": "qwen3"}
 
@@ -73,6 +74,37 @@ async def test_media_is_refused_before_any_worker_is_asked(coordinator: Any, fle
     assert (got.status, got.error["param"]) == (400, "messages[0].content[0]")
     assert "media needs a render service" in got.error["message"]
     assert legs(fleet) == []
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {},
+        {"system": "Be brief.", "tools": [{"name": "t", "input_schema": {"type": "object"}}]},
+        {"thinking": {"type": "enabled", "budget_tokens": 2048}},
+        {"thinking": {"type": "disabled"}},
+    ],
+    ids=["plain", "tools", "thinking", "no thinking"],
+)
+async def test_a_token_count_is_that_of_the_prompt_that_is_rendered_here(
+    coordinator: Any, fleet: Any, own: Any
+) -> None:
+    """As the answer's usage says; a worker may have no tokenizer to count with, and none is asked."""
+    here = await rendering(coordinator, fleet, "text")
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "What is 2 + 2?"}], **own}
+    counted = await here.post(COUNT_TOKENS, body)
+    assert COUNT_TOKENS not in [received.path for received in fleet.decodes[0].received]
+    answered = await here.post(MESSAGES, {**body, "max_tokens": 4000})
+    tokens = answered.body["usage"]["input_tokens"]
+    assert counted.body == {"input_tokens": tokens, "context_management": {"original_input_tokens": tokens}}
+
+
+async def test_a_token_count_that_is_refused_is_told_as_anthropic_does(coordinator: Any, fleet: Any) -> None:
+    here = await rendering(coordinator, fleet, "text")
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
+    for body in (b"[]", b"{", {"model": "tiny"}, {"model": "tiny", "messages": [{"role": "user", "content": [image]}]}):
+        got = await here.post(COUNT_TOKENS, body)
+        assert (got.status, got.body["type"], got.error["type"]) == (400, "error", "invalid_request_error")
 
 
 async def test_an_api_that_is_not_rendered_here_is_refused(coordinator: Any, fleet: Any) -> None:
