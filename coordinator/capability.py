@@ -2,9 +2,9 @@
 
 A missing flag or an old version shall be named at the start, and not by the first request that fails. So each route
 that vLLM serves only with a flag is sent an empty body, which a worker that serves it answers with a 400. Where the
-worker is to make text of tokens, one more question tells whether it can: streaming ``derender`` is refused by every
-version that knows the mode, but only behind the check for a tokenizer. Versions that ignore the field, and would
-answer, are told by ``/version`` and not asked.
+worker is to make text of tokens, or tokens of text, one more question tells whether it can: streaming ``derender`` is
+refused by every version that knows the mode, but only behind the check for a tokenizer. Versions that ignore the field,
+and would answer, are told by ``/version`` and not asked.
 
 Source: vLLM 0.33 ``scale_out/token_in_token_out/serving.py``, the order of its checks; 0.32 has no ``derender``.
 """
@@ -36,6 +36,7 @@ MODE_QUESTION = {
     "output_mode": DERENDER,
     "stream": True,
 }
+_BY_OURSELVES = "output_mode: tokens and derender: coordinator"
 _FIRST_WITH_MODES = (0, 32)
 _VERSION = re.compile(r"(\d+)\.(\d+)")
 
@@ -50,6 +51,7 @@ class Asker:
     Args:
         paths: routes that the pipeline needs, of those that need ``--enable-scale-out``.
         modes: output modes that it needs of the generate route.
+        texts: routes whose requests or answers are text, so that the worker needs a tokenizer.
         our_key: what the configuration calls the key that these workers want of us; None where clients have one.
     """
 
@@ -58,12 +60,14 @@ class Asker:
         session: aiohttp.ClientSession,
         paths: Sequence[str],
         modes: Sequence[str],
+        texts: Sequence[str],
         tls: ssl.SSLContext | None,
         our_key: str | None,
     ) -> None:
         self._session = session
         self._paths = tuple(paths)
         self._modes = tuple(modes)
+        self._texts = tuple(texts)
         self._tls = tls
         self._our_key = our_key
 
@@ -78,9 +82,9 @@ class Asker:
             if fault := await self._route_fault(worker, path):
                 found[path] = fault
         if GENERATE in found:
-            found |= dict.fromkeys(self._modes, found[GENERATE])
-        elif self._modes and GENERATE in self._paths:
-            found |= await self._modes_lacking(worker)
+            return found | dict.fromkeys(self._modes, found[GENERATE])
+        if self._modes or self._texts:
+            found |= await self._lacking(worker)
         return found
 
     async def _route_fault(self, worker: Worker, path: str) -> str | None:
@@ -93,7 +97,7 @@ class Asker:
             return f"{worker.url} has no {path}: is it the right server, and vllm serve with --enable-scale-out?"
         return None
 
-    async def _modes_lacking(self, worker: Worker) -> dict[str, str]:
+    async def _lacking(self, worker: Worker) -> dict[str, str]:
         version = await self._version(worker)
         if version is None:
             return {}  # another server, or a build of one's own: its answers tell, by the echo
@@ -103,8 +107,11 @@ class Asker:
         if status != 400:
             return {}  # a full queue, or a key that only clients have
         if "requires a tokenizer" in said:
-            sentence = f"{worker.url} has no tokenizer, which output_mode {{}} needs: start it without --tokens-only"
-            return {mode: sentence.format(mode) for mode in self._modes}
+            by_ourselves = f", or write {_BY_OURSELVES}"
+            needing = {mode: (f"output_mode {mode}", by_ourselves) for mode in self._modes}
+            needing |= {path: (path, "") for path in self._texts}
+            without = f"{worker.url} has no tokenizer, which {{}} needs: start it without --tokens-only{{}}"
+            return {need: without.format(*what) for need, what in needing.items()}
         if "Input should be" in said and DERENDER in self._modes:
             return {DERENDER: _too_old(worker, version, DERENDER)}
         return {}
@@ -149,6 +156,6 @@ def _release(version: Any) -> tuple[int, int] | None:
 
 def _too_old(worker: Worker, version: tuple[int, int], mode: str) -> str:
     text_will_do = mode == DERENDER and version >= _FIRST_WITH_MODES
-    instead = "output_mode: text" if text_will_do else "output_mode: tokens and derender: coordinator"
+    instead = "output_mode: text" if text_will_do else _BY_OURSELVES
     release = f"{version[0]}.{version[1]}"
     return f"{worker.url} is vLLM {release}, without output_mode {mode}: run {needs(mode)}, or write {instead}"

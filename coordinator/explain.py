@@ -146,6 +146,8 @@ class _NoBootstrap:
 class _NoParsers:
     """Implements ``coordinator.step.Parsers``, and ``Parsing``, of answers that hold nothing to parse."""
 
+    eos_token_id = None
+
     def open(self, job: Json) -> _NoParsers:
         return self
 

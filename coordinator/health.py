@@ -40,6 +40,7 @@ class RoleProbe:
         why_none: says why there are no workers, where they are looked up.
         health: is told what every worker answers to /health.
         modes: output modes that the pipeline asks of this role.
+        texts: routes that it is asked in text, or answers in, for which it needs a tokenizer.
         learn: is told what each worker cannot do: routes and modes, and why.
     """
 
@@ -52,6 +53,7 @@ class RoleProbe:
     why_none: Callable[[], str] | None = None
     health: Health | None = None
     modes: tuple[str, ...] = ()
+    texts: tuple[str, ...] = ()
     learn: Callable[[Worker, Mapping[str, str]], None] | None = None
 
 
@@ -159,7 +161,7 @@ class Readiness:
         now = asyncio.get_running_loop().time()
         told = self._told.get(worker)
         if told is None or now >= told.until:
-            asker = Asker(session, probe.scale_out, probe.modes, probe.tls, probe.our_key)
+            asker = Asker(session, probe.scale_out, probe.modes, probe.texts, probe.tls, probe.our_key)
             try:
                 lacks = await asker.lacks(worker)
             except Unanswered as unanswered:

@@ -225,7 +225,8 @@ def probes(
             our_key=links[role].our_key,
             why_none=finders[role].why_none if finders and role in finders else None,
             health=router.health if isinstance(router, PoolRouter) else None,
-            modes=_modes(steps) if role == "decode" else (),
+            modes=_modes(steps) if role == "decode" and not gateway else (),
+            texts=() if gateway else tuple(sorted(paths[role] - {PATHS[Format.GENERATE]})),
             learn=router.learn if isinstance(router, PoolRouter) else None,
         )
         for role in paths

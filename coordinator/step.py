@@ -178,6 +178,10 @@ class Parsing(Protocol):
 class Parsers(Protocol):
     """The way to parsers that run here, for ``derender: coordinator``. Jobs are those of ``envelope.parse_job``."""
 
+    @property
+    def eos_token_id(self) -> int | None:
+        """The token that ends an answer, by the model's tokenizer."""
+
     def open(self, job: Json) -> Parsing:
         """Make a request's parsers, one for each choice.
 

@@ -75,7 +75,7 @@ def whole_body(api: Format, reply: Json, rendered: Json, request: Json) -> Json:
     generated = {
         "request_id": reply.get("request_id") or "",
         "output_mode": TOKENS,
-        "choices": [_given(choice, _CHOICE) for choice in choices_of(reply) if choice.get("token_ids")],
+        "choices": [_choice(choice) for choice in choices_of(reply) if choice.get("token_ids")],
     }
     prompt = rendered["token_ids"]
     if api is Format.COMPLETIONS:
@@ -99,7 +99,7 @@ def chunk_body(api: Format, chunk: Json, state: Json | None, rendered: Json, req
     generated = {
         "request_id": chunk.get("request_id") or "",
         "output_mode": TOKENS,
-        "choices": [_given(choice, _CHOICE)],
+        "choices": [_choice(choice)],
     }
     prompt = rendered["token_ids"]
     return {
@@ -162,6 +162,14 @@ def _merged(api: Format, choice: Json, made: Json | None) -> Json:
         return {**choice, "message": {"role": "assistant", "content": "", "reasoning": None}}
     names = ("message", "logprobs", "finish_reason", "stop_reason", "token_ids")
     return {**choice, **{name: made.get(name) for name in names}}
+
+
+def _choice(choice: Json) -> Json:
+    """Return a choice for the service, which names the stop token: to a worker without a tokenizer the end is one."""
+    given = _given(choice, _CHOICE)
+    if isinstance(given.get("stop_reason"), int):
+        del given["stop_reason"]
+    return given
 
 
 def _chat_logprobs(logprobs: Json | None) -> Json | None:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 _DECODING = (
     "stop",
     "include_stop_str_in_output",
+    "ignore_eos",
     "min_tokens",
     "skip_special_tokens",
     "spaces_between_special_tokens",
@@ -44,8 +45,15 @@ def parse_job(api: Format, rendered: Json, body: Json, mode: str, leg_id: str) -
     }
 
 
-def without_stop_strings(leg: Json) -> Json:
-    """Return a generate body for a worker that has no tokenizer, and refuses stop strings for that."""
+def for_no_tokenizer(leg: Json, eos_token_id: int | None) -> Json:
+    """Return a generate body for a worker that has no tokenizer.
+
+    It refuses stop strings for that, and knows of no end token but those of the model's ``generation_config.json``: its
+    tokenizer's, which ends answers elsewhere, is told to it as a stop token.
+    """
     sampling = leg["sampling_params"]
     kept = {key: value for key, value in sampling.items() if key not in ("stop", "include_stop_str_in_output")}
-    return leg if kept == sampling else {**leg, "sampling_params": kept}
+    if eos_token_id is not None and not kept.get("ignore_eos"):
+        stops = kept.get("stop_token_ids") or []
+        kept["stop_token_ids"] = stops if eos_token_id in stops else [*stops, eos_token_id]
+    return {**leg, "sampling_params": kept}

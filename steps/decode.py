@@ -19,10 +19,11 @@ from coordinator.context import Answer
 from coordinator.step import Leg, PlanRow, Reply
 from coordinator.units import Count, Duration
 from envelope import completions
+from envelope.client_request import wants_prompt_logprobs
 from envelope.collected import Collected
 from envelope.connectors import KV_CONNECTORS
 from envelope.ec_transfer import put
-from envelope.errors import ApiError, LegFailed, LegUnreadable
+from envelope.errors import ApiError, BadRequest, LegFailed, LegUnreadable
 from envelope.formats import PATHS, Format, leg_format
 from envelope.generate import DERENDER, TOKENS, asked_mode, check_echo, check_first_echo
 from envelope.json_codec import dumps
@@ -37,7 +38,7 @@ from envelope.legs import (
     stream_options,
 )
 from envelope.parse_context import with_parse_context
-from envelope.parse_job import parse_job, without_stop_strings
+from envelope.parse_job import for_no_tokenizer, parse_job
 from steps.params import LegParams
 from steps.prompt import prompt_ids
 
@@ -149,8 +150,13 @@ class Decode:
         self._one_id = kind.one_id
 
     def admit(self, ctx: RequestContext) -> None:
-        if ctx.api is Format.COMPLETIONS and leg_format(ctx.api, self._openai) is Format.GENERATE:
+        if ctx.api is Format.GENERATE or leg_format(ctx.api, self._openai) is not Format.GENERATE:
+            return
+        if ctx.api is Format.COMPLETIONS:
             completions.refuse(ctx.body)
+        if self.params.mode == TOKENS and ctx.body.get("bad_words"):
+            # vLLM would leave them out without a word on a worker without a tokenizer, as this one may be.
+            raise BadRequest("bad_words need output_mode: text on the decode step", param="bad_words")
 
     async def run(self, ctx: RequestContext, upstream: Upstream) -> str:
         self._check_age(ctx)
@@ -166,8 +172,9 @@ class Decode:
         mode = asked_mode(body) if fmt is Format.GENERATE else None
         job = self._job(ctx, fmt)
         if job is not None and job["decoding"] is not None:
-            leg = replace(leg, body=without_stop_strings(leg.body))
-        if job is not None and not body["stream"] and (job["decoding"] or {}).get("stop"):
+            assert upstream.parsers is not None, "the wiring makes parsers where decode says so"
+            leg = replace(leg, body=for_no_tokenizer(leg.body, upstream.parsers.eos_token_id))
+        if job is not None and not body["stream"] and self._may_be_stopped(ctx, job):
             await self._stopped(ctx, upstream, leg, mode, job)
         elif body.get("stream"):
             await self._stream(ctx, upstream, leg, fmt, mode, job)
@@ -278,9 +285,7 @@ class Decode:
         if mode is not None:
             check_first_echo(self.type, mode, live.first_event)
 
-    async def _stopped(
-        self, ctx: RequestContext, upstream: Upstream, leg: Leg, mode: str | None, job: Json
-    ) -> None:
+    async def _stopped(self, ctx: RequestContext, upstream: Upstream, leg: Leg, mode: str | None, job: Json) -> None:
         """Have a whole answer that a stop string may end, which the worker cannot see: listen, and hang up on it."""
         assert upstream.parsers is not None, "the wiring makes parsers where decode says so"
         counted = {"include_usage": True}
@@ -301,6 +306,10 @@ class Decode:
             reply = await upstream.parsers.whole({**job, "decoding": None}, reply)
         ctx.answer = self._answer(ctx, Format.GENERATE, dumps(reply), held.headers)
         ctx.answer.body = reply
+
+    def _may_be_stopped(self, ctx: RequestContext, job: Json) -> bool:
+        """Say whether a stop string may end a whole answer here; no stream has a prompt's logprobs, so not these."""
+        return bool((job["decoding"] or {}).get("stop")) and not wants_prompt_logprobs(ctx.api, ctx.body)
 
     async def _opened(self, ctx: RequestContext, upstream: Upstream, leg: Leg) -> LiveStream:
         live = await upstream.stream(ctx, leg)

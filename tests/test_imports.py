@@ -74,6 +74,7 @@ CONFIG = tuple(f"coordinator.{name}" for name in SECTIONS)
 WIRING = ("coordinator.app", "coordinator.links", "coordinator.planning", "coordinator.cli", "coordinator.demo",
           "coordinator.serve", "coordinator.reload", "coordinator.telemetry.status",
           *(f"coordinator.processes.{name}" for name in ("member", "crew", "supervisor", "rollout")))
+IN_PARSER_PROCESSES = ("coordinator.derender.vllm_parsers", "coordinator.derender.vllm_detokenizer")
 DERENDERING = tuple(f"coordinator.derender.{name}" for name in ("process", "stream", "pool", "held"))
 RENDERING = family("coordinator.rendering")
 RENDERING_PLAIN = ("anthropic", "fields", "conversation", "tokenizer", "parsers", "sampling", "threads", "renderer")
@@ -194,8 +195,10 @@ TABLE = (
         may=("orjson",),
     ),
     Row(
-        ("coordinator.derender.vllm_parsers",),
-        "coordinator.derender.vllm_parsers imports vllm inside functions: only a parser process calls them",
+        IN_PARSER_PROCESSES,
+        "vllm_parsers and vllm_detokenizer import vllm inside functions, and one another: only a parser process calls "
+        "them",
+        may=IN_PARSER_PROCESSES,
         in_functions=("vllm",),
     ),
     Row(

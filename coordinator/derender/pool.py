@@ -69,6 +69,7 @@ class ParserPool:
         self._ended = ended
         self._processes: list[ParserProcess] = []
         self._holders = 0
+        self._facts: Json = {}
         self._keepers: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
@@ -85,6 +86,7 @@ class ParserPool:
             for process in first:
                 if (why := await process.ready) is not None:
                     raise Unusable(why)
+                self._facts = process.facts
         except BaseException:
             await self.release()
             raise
@@ -108,6 +110,10 @@ class ParserPool:
     def problems(self) -> list[str]:
         """Return why nothing can be parsed just now; empty is well."""
         return [] if any(process.usable for process in self._processes) else [f"{STEP}: no parser process is ready"]
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return self._facts.get("eos_token_id")
 
     def open(self, job: Json) -> Parsing:
         """Begin to parse a stream: its parsers are made at once.

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from typing import Any
 
+    from envelope.json_codec import Json
+
 MAIN = "coordinator.derender.process_main"
 
 ANSWERS = frozenset((b"opened", b"more", b"done", b"over", b"whole", b"error"))
@@ -44,6 +46,7 @@ class ParserProcess(asyncio.Protocol):
 
     Attributes:
         ready: done when it can be asked; its result is None, or why it cannot be used.
+        facts: what it knows of the model, once it is ready.
         gone: done when it has ended, of itself or killed.
         end: why it did, in a word: ``died``, or ``hung`` or ``garbled`` where it was killed for that.
     """
@@ -52,6 +55,7 @@ class ParserProcess(asyncio.Protocol):
         self._engine, self._settings, self._silence_s = engine, settings, silence_s
         self._loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[str | None] = self._loop.create_future()
+        self.facts: Json = {}
         self.gone: asyncio.Future[None] = self._loop.create_future()
         self.end = "died"
         self._child: asyncio.subprocess.Process | None = None
@@ -152,7 +156,9 @@ class ParserProcess(asyncio.Protocol):
 
     def _heard(self, kind: bytes, number: bytes, data: bytes) -> None:
         if kind in (b"ready", b"unusable") and not self.ready.done():
-            self.ready.set_result(None if kind == b"ready" else str(loads(data)))
+            told = loads(data)
+            self.facts = told if kind == b"ready" else {}
+            self.ready.set_result(None if kind == b"ready" else str(told))
         elif kind not in ANSWERS:
             self._kill("garbled", "a parser process said what none says, and was ended")
         else:

@@ -4,7 +4,7 @@ A line is ``KIND NUMBER DATA``: what is asked, of which stream, and JSON or a wo
 job), ``chunk`` (the data of one event), ``whole`` (a job and a reply) and ``close``. All but ``close`` get one answer:
 ``opened``; for a chunk any number of ``more`` (the data of one event) and then ``done``, or ``over`` when nothing more
 is wanted of the worker; ``whole``; or ``error``, after which the stream is not known any more. The process itself says
-``ready``, or ``unusable`` and why, with number 0.
+``ready`` and what it knows of the model, or ``unusable`` and why, with number 0.
 
 Whatever a parser does, it can hurt no stream but its own: what it raises ends that one, and a process that dies or
 hangs is replaced by the coordinator. Nothing that was generated is logged; what a parser raised is told by its type and
@@ -41,7 +41,7 @@ def main(engine: str, settings: str, fd: str) -> None:
         told = str(error) if type(error).__name__ == "Unusable" else _told(error)
         connection.sendall(line(b"unusable", b"0", orjson.dumps(told)))
         return
-    connection.sendall(line(b"ready", b"0", b"{}"))
+    connection.sendall(line(b"ready", b"0", orjson.dumps(parsers.facts)))
     Loop(parsers).run(connection)
 
 

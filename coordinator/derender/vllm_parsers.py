@@ -1,21 +1,21 @@
-"""vLLM's own parsers and detokenizer, driven as its servers drive them: one parser per choice, fed once per chunk.
+"""vLLM's own parsers, driven as its servers drive them: one parser per choice, fed once per chunk.
 
 The entry points are those of the chat route and of the derender routes: ``ChatStreamProcessor`` for streams,
-``Parser.parse`` and ``assemble_chat_message_fields`` for whole answers, ``ParseContext`` for what both depend on, and
-the engine's ``IncrementalDetokenizer`` where the worker has no tokenizer. Nothing of a parser is written here.
+``Parser.parse`` and ``assemble_chat_message_fields`` for whole answers, and ``ParseContext`` for what both depend on.
+Nothing of a parser is written here.
 
 vLLM is imported inside functions: only a parser process comes this far, and it takes some ten seconds.
 
-Source: vLLM 0.33 ``renderers/online_derenderer.py``, ``entrypoints/openai/chat_completion/stream_processor.py`` and
-``v1/engine/output_processor.py``.
+Source: vLLM 0.33 ``renderers/online_derenderer.py`` and ``entrypoints/openai/chat_completion/stream_processor.py``.
 """
 
 from __future__ import annotations
 
 import difflib
 import os
-from types import SimpleNamespace
 from typing import Any
+
+from coordinator.derender.vllm_detokenizer import Detokenized, counts, with_prompt_texts
 
 Json = dict[str, Any]
 
@@ -57,6 +57,11 @@ class Parsers:
             raise Unusable(str(error)) from error
         self.auto_tools = tool_parser is not None
 
+    @property
+    def facts(self) -> Json:
+        """What the coordinator wants to know of the model: the token that ends an answer, or None."""
+        return {"eos_token_id": self.tokenizer.eos_token_id}
+
     def stream(self, job: Json) -> StreamParse:
         """Begin a stream: its parsers are made here, one per choice."""
         return StreamParse(self, job)
@@ -65,10 +70,12 @@ class Parsers:
         """Return a whole generate answer with a ``message`` on each choice; its ``text`` alone where none is parsed."""
         choices = reply["choices"]
         if job["decoding"]:
-            each = [Detokenized(self, job) for _ in choices]
+            each = [Detokenized(self.tokenizer, job) for _ in choices]
             choices = [detokenized.choice(choice) for detokenized, choice in zip(each, choices, strict=True)]
             if any(detokenized.stopped for detokenized in each):
                 reply = {**reply, "usage": {**(reply.get("usage") or {}), **counts(job, each)}}
+            if reply.get("prompt_logprobs"):
+                reply = {**reply, "prompt_logprobs": with_prompt_texts(self.tokenizer, reply["prompt_logprobs"])}
         if job["context"] is None:
             return {**reply, "output_mode": "text", "choices": choices}
         request = self.request(job)
@@ -136,7 +143,7 @@ class StreamParse:
         self._job = job
         self._prompt: list[int] = job["prompt"]
         self._processors: list[Any] = []
-        self._detokenizers = [Detokenized(parsers, job) for _ in range(job["n"])] if job["decoding"] else []
+        self._detokenizers = [Detokenized(parsers.tokenizer, job) for _ in range(job["n"])] if job["decoding"] else []
         self._ours = False  # a choice was ended here, which the worker cannot know
         if job["context"] is not None:
             self._processors = [self._processor(parsers, parsers.request(job)) for _ in range(job["n"])]
@@ -194,65 +201,6 @@ class StreamParse:
         made = {key: value for key, value in choice.items() if key != "text"}
         made |= {"delta": delta, "finish_reason": step.finish_reason}
         return hidden(made) if processor.hide_metadata else made
-
-
-class Detokenized:
-    """One choice of a worker without a tokenizer: its tokens become text, and stop strings end it, as in the engine."""
-
-    def __init__(self, parsers: Parsers, job: Json) -> None:
-        from vllm.sampling_params import SamplingParams
-        from vllm.v1.engine.detokenizer import IncrementalDetokenizer
-
-        self._tokenizer = parsers.tokenizer
-        request = SimpleNamespace(
-            request_id=job["id"],
-            prompt_token_ids=job["prompt"],
-            prompt_embeds=None,
-            sampling_params=SamplingParams(**job["decoding"]),
-        )
-        self._detokenizer = IncrementalDetokenizer.from_new_request(self._tokenizer, request)
-        self._context: list[int] = []  # the tokens before a chunk's, which mend logprobs cut inside a character
-        self.ended = False
-        self.stopped = False  # by a stop string: the worker goes on
-
-    @property
-    def count(self) -> int:
-        return int(self._detokenizer.num_output_tokens())
-
-    def choice(self, choice: Json) -> Json | None:
-        """Return a choice's chunk with its text; None once the choice has ended here."""
-        if self.ended:
-            return None
-        token_ids, finish, reason = list(choice.get("token_ids") or ()), choice.get("finish_reason"), None
-        before = self.count
-        stop = self._detokenizer.update(token_ids, finish == "stop")
-        if stop:
-            # What an engine step made beyond the stop string is surplus, and told of by nobody.
-            token_ids = self._detokenizer.output_token_ids[before:]
-            finish, reason, self.stopped = "stop", stop, True
-        self.ended = finish is not None
-        text = self._detokenizer.get_next_output_text(self.ended, True)
-        scores = self._logprobs(choice.get("logprobs"), token_ids)
-        made = {**choice, "token_ids": token_ids, "finish_reason": finish, "text": text, "logprobs": scores}
-        return made if reason is None else {**made, "stop_reason": reason}
-
-    def _logprobs(self, given: Json | None, token_ids: list[int]) -> Json | None:
-        from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateLogProbs
-        from vllm.renderers.online_derenderer import _logprob_context_tail, _resolve_logprobs
-
-        scores = None
-        if given is not None:
-            rows = GenerateLogProbs.model_validate({**given, "content": (given.get("content") or [])[: len(token_ids)]})
-            resolved = _resolve_logprobs(rows, self._tokenizer, initial_context_token_ids=self._context)
-            scores = resolved.model_dump(mode="json")
-        self._context = _logprob_context_tail(self._context, token_ids)
-        return scores
-
-
-def counts(job: Json, choices: list[Detokenized]) -> Json:
-    """Return the usage of an answer that was ended here: the worker's own counts what came after a stop string too."""
-    prompt, made = len(job["prompt"]), sum(choice.count for choice in choices)
-    return {"prompt_tokens": prompt, "total_tokens": prompt + made, "completion_tokens": made}
 
 
 def hidden(choice: Json) -> Json:

@@ -22,6 +22,7 @@ class Refused(Exception):
 class Parsers:
     def __init__(self, *, tokenizer: str, tool_parser: str | None, reasoning_parser: str | None) -> None:
         self.name = tool_parser
+        self.facts = {"eos_token_id": 7}
         if tool_parser == "unknown":
             raise Unusable("tool_parser: there is no 'unknown', did you mean upper?")
         if tool_parser == "broken":

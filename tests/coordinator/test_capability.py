@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
 BOTH = ("derender", "text")
+CHAT = "/v1/chat/completions"
 RENDER = "/v1/chat/completions/render"
 
 
@@ -29,10 +30,16 @@ async def started(**settings: Any) -> AsyncIterator[SimWorker]:
         await worker.stop()
 
 
-async def lacking(worker: SimWorker | str, modes: tuple[str, ...] = BOTH, our_key: str | None = None) -> dict[str, str]:
+async def lacking(
+    worker: SimWorker | str,
+    modes: tuple[str, ...] = BOTH,
+    our_key: str | None = None,
+    texts: tuple[str, ...] = (),
+    paths: tuple[str, ...] = (GENERATE, RENDER),
+) -> dict[str, str]:
     url = worker if isinstance(worker, str) else worker.url
     async with aiohttp.ClientSession() as session:
-        found = await Asker(session, (GENERATE, RENDER), modes, None, our_key).lacks(Worker(url))
+        found = await Asker(session, paths, modes, texts, None, our_key).lacks(Worker(url))
     return {need: sentence.removeprefix(url) for need, sentence in found.items()}
 
 
@@ -45,6 +52,7 @@ async def test_a_worker_with_all_that_is_needed_lacks_nothing_and_has_generated_
 
 OLD = " is vLLM 0.31, without output_mode {}: run vLLM {} or later with a tokenizer (no --tokens-only), or write "
 BY_OURSELVES = "output_mode: tokens and derender: coordinator"
+WITHOUT = " has no tokenizer, which {} needs: start it without --tokens-only"
 
 
 @pytest.mark.parametrize(
@@ -63,7 +71,7 @@ BY_OURSELVES = "output_mode: tokens and derender: coordinator"
         ),
         (
             {"tokens_only": True},
-            dict.fromkeys(BOTH, " has no tokenizer, which output_mode {} needs: start it without --tokens-only"),
+            dict.fromkeys(BOTH, f"{WITHOUT}, or write {BY_OURSELVES}".replace("{}", "output_mode {}")),
         ),
         (
             {"scale_out": False},
@@ -113,6 +121,15 @@ async def test_a_later_version_is_asked(version: str) -> None:
         worker.behave.fault = Fault(path="/version", canned=Canned(200, f'{{"version": "{version}"}}'))
         assert await lacking(worker) == {}
         assert MODE_QUESTION in [received.body for received in worker.received]
+
+
+@pytest.mark.parametrize("flags", [{}, {"scale_out": False}, {"version": "0.31.0"}, {"tokens_only": True}])
+async def test_a_route_in_text_needs_a_tokenizer(flags: Any) -> None:
+    """Legs in the client's format, a render server and a derender service; a worker that is not asked tells nothing."""
+    async with started(**flags) as worker:
+        found = await lacking(worker, modes=(), texts=(CHAT, RENDER), paths=())
+        assert found == ({path: WITHOUT.format(path) for path in (CHAT, RENDER)} if "tokens_only" in flags else {})
+        assert worker.core.generated == 0
 
 
 async def test_modes_that_nobody_asks_for_are_not_asked_about() -> None:

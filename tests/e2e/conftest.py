@@ -116,6 +116,12 @@ def pair(start_vllm: Callable[..., list[Process]], tmp_path_factory: pytest.Temp
 
 
 @pytest.fixture(scope="session")
+def bare(start_vllm: Callable[..., list[Process]]) -> Pair:
+    """A prefill and a decode worker without a tokenizer (``--tokens-only``), which hand over by NIXL."""
+    return Pair(*start_vllm("prefill", "decode", tokenizer=False))
+
+
+@pytest.fixture(scope="session")
 def coordinator(
     tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Iterator[Callable[[dict], Coordinator]]:
@@ -123,7 +129,7 @@ def coordinator(
     folder = tmp_path_factory.mktemp("coordinators")
     running: dict[str, Coordinator] = {}
 
-    def start(config: dict, python: Path | None = None) -> Coordinator:
+    def start(config: dict, python: Path | None = None, *, ready: bool = True) -> Coordinator:
         """Start it; ``python`` is another than that of the tests, for what is installed there."""
         key = json.dumps(config, sort_keys=True)
         if key not in running:
@@ -136,7 +142,7 @@ def coordinator(
             request.config.stash.setdefault(_PROCESSES, []).append(process)
             try:
                 ready_s = 30 if python is None else BOOT_S  # vLLM's parsers are imports too
-                running[key] = Coordinator(process.wait_until_ready("/readyz", ready_s))
+                running[key] = Coordinator(process.wait_until_ready("/readyz" if ready else "/healthz", ready_s))
             except RuntimeError:
                 process.stop()
                 raise

@@ -27,7 +27,8 @@ from vllm.renderers.online_derenderer import OnlineDerenderer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from coordinator.derender.vllm_parsers import Detokenized, Parsers
+from coordinator.derender.vllm_detokenizer import Detokenized
+from coordinator.derender.vllm_parsers import Parsers
 from envelope.derender import derendered_chunk
 from envelope.formats import Format
 
@@ -139,7 +140,7 @@ def attempt(function: Any, *args: Any) -> Any:
 
 def ours(parsers: Parsers, job: dict[str, Any], pieces: list[list[int]], finish: str) -> list[Any]:
     stream = parsers.stream(job)
-    text_of = Detokenized(parsers, {**job, "decoding": {"skip_special_tokens": False}})
+    text_of = Detokenized(parsers.tokenizer, {**job, "decoding": {"skip_special_tokens": False}})
     said = []
     for choice in chunks(pieces, finish):
         given = dict(choice)

@@ -103,7 +103,13 @@ class Process:
 
 
 def vllm(
-    role: str, python: Path, logs: Path, kv_folder: Path | None = None, model: Path = MODEL, **flags: str
+    role: str,
+    python: Path,
+    logs: Path,
+    kv_folder: Path | None = None,
+    model: Path = MODEL,
+    tokenizer: bool = True,
+    **flags: str,
 ) -> Process:
     """Start one vLLM server.
 
@@ -113,14 +119,14 @@ def vllm(
         logs: the folder for the log.
         kv_folder: hand KV blocks over in this folder, not by NIXL.
         model: the model's folder.
+        tokenizer: whether the server has one, and parsers; without, it takes and gives token ids alone.
         flags: more of vLLM's, as kv_cache_memory_bytes="1000000".
     """
     port, side_port = free_ports(2)
     env = ON_CPU | _CORES | {"VLLM_HOST_IP": "127.0.0.1"}
     command = ["launch", "render"] if role == "render" else ["serve"]
     command += [str(model), "--host", "127.0.0.1", "--port", str(port), "--served-model-name", MODEL_NAME]
-    command += ["--max-model-len", str(MAX_MODEL_LEN), "--reasoning-parser", "qwen3"]
-    command += ["--tool-call-parser", "hermes", "--enable-auto-tool-choice"]
+    command += ["--max-model-len", str(MAX_MODEL_LEN), *(_PARSERS if tokenizer else ["--tokens-only"])]
     if role != "render":
         command += ["--enable-scale-out", "--enable-prompt-tokens-details", "--shutdown-timeout", "5"]
         command += ["--dtype", "float32", "--enforce-eager", "--max-num-seqs", "32"]
@@ -143,6 +149,7 @@ def _connector(role: str, kv_folder: Path | None) -> dict[str, object]:
     return {"kv_connector": "ExampleConnector", "kv_role": kv_role, "kv_connector_extra_config": folder}
 
 
+_PARSERS = ["--reasoning-parser", "qwen3", "--tool-call-parser", "hermes", "--enable-auto-tool-choice"]
 ON_CPU = {
     "VLLM_TARGET_DEVICE": "cpu",  # 0.33 over older extensions has no other mark of a CPU build
     "VLLM_NO_USAGE_STATS": "1",

@@ -17,16 +17,17 @@ from typing import TYPE_CHECKING, Any
 import anthropic
 import pytest
 
-from tests.e2e.conftest import ROOT, VLLM_VERSION
+from tests.e2e.conftest import BOOT_S, ROOT, VLLM_VERSION
 from tests.e2e.conversations import CONVERSATIONS, conversation
 from tests.e2e.servers import MODEL, MODEL_NAME, ON_CPU
 from tests.e2e.test_parity import ASKED, comparable, summed
-from tests.e2e.wire import Metrics, post, wait_until
+from tests.e2e.wire import Metrics, get, post, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tests.e2e.conftest import Coordinator, Workers
+    from tests.e2e.conftest import Coordinator, Pair, Workers
+    from tests.e2e.servers import Process
     from tests.e2e.wire import Reply
 
 pytestmark = [
@@ -40,30 +41,53 @@ MODES: dict[str, dict[str, Any]] = {
     "coordinator, of tokens": {"derender": "coordinator", "output_mode": "tokens", **PARSERS},
     "service": {"derender": "service"},
 }
+# What vLLM cannot do, or tell, without a tokenizer on the worker. All else that is asked in tokens goes to workers that
+# have none.
+CONSTRAINED = {"named tool", "required tool", "json", "json schema", "one of two"}
+PROMPTS = {case for case in ASKED if "prompt_logprobs" in ASKED[case]}
+STOPPED = {case for case in ASKED if "stop" in ASKED[case]}
+WITH_TOKENIZER = {"coordinator, of tokens": CONSTRAINED, "service": CONSTRAINED | PROMPTS | STOPPED}
 # Streams are cut into chunks as the engine's clock has it, so it is their sums that are compared. A cut call is no
 # JSON to be summed up; and prompt_logprobs are refused in a stream.
-STREAMED = [case for case in ASKED if case not in ("cut in a tool call", "prompt_logprobs")]
+STREAMED = [case for case in ASKED if case != "cut in a tool call" and "prompt_logprobs" not in ASKED[case]]
 
 
 @pytest.fixture(params=MODES)
-def front(
+def mode(request: pytest.FixtureRequest) -> str:
+    chosen: str = request.param
+    return chosen
+
+
+@pytest.fixture
+def started(
     request: pytest.FixtureRequest, workers: Workers, coordinator: Callable[..., Coordinator], vllm_python: Path
-) -> Coordinator:
-    """A coordinator that decodes with NIXL hand-overs and derenders in each of the ways."""
-    return started(request.param, workers, coordinator, vllm_python)
+) -> Callable[..., Coordinator]:
+    """Start a coordinator that decodes with NIXL hand-overs and derenders in one of the ways."""
+
+    def start(mode: str, case: str = "") -> Coordinator:
+        bare = mode in WITH_TOKENIZER and case not in WITH_TOKENIZER[mode]
+        pair: Pair | Workers = request.getfixturevalue("bare") if bare else workers
+        return coordinator(config(MODES[mode], workers.render, pair), None if mode == "service" else vllm_python)
+
+    return start
 
 
-def started(mode: str, workers: Workers, coordinator: Callable[..., Coordinator], python: Path) -> Coordinator:
-    render = {"address": workers.render.url}
+@pytest.fixture
+def front(request: pytest.FixtureRequest, mode: str, started: Callable[..., Coordinator]) -> Coordinator:
+    return started(mode, request.node.callspec.params.get("case", ""))
+
+
+def config(decode: dict[str, Any], renderer: Process, pair: Pair | Workers) -> dict[str, Any]:
+    render = {"address": renderer.url}
     steps = [
         {"type": "render", "params": render},
         {"type": "prefill"},
-        {"type": "decode", "params": MODES[mode]},
-        *([{"type": "derender", "params": render}] if mode == "service" else []),
+        {"type": "decode", "params": decode},
+        *([{"type": "derender", "params": render}] if decode["derender"] == "service" else []),
     ]
-    pools = {"prefill": {"endpoints": [workers.prefill.url]}, "decode": {"endpoints": [workers.decode.url]}}
+    pools = {"prefill": {"endpoints": [pair.prefill.url]}, "decode": {"endpoints": [pair.decode.url]}}
     pipeline = {"kv_connector": "kv-nixl", "use_openai_format": False, "steps": steps}
-    return coordinator({"pools": pools, "pipeline": pipeline}, None if mode == "service" else python)
+    return {"pools": pools, "pipeline": pipeline}
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +142,51 @@ def test_hidden_reasoning_is_told_by_nothing(front: Coordinator, include: bool) 
         assert any(choice.get("token_ids") for choice in choices) is include
 
 
+@pytest.mark.parametrize("case", sorted(CONSTRAINED))
+@pytest.mark.parametrize("mode", WITH_TOKENIZER)
+def test_what_workers_without_a_tokenizer_cannot_do_is_refused(
+    started: Callable[..., Coordinator], mode: str, case: str
+) -> None:
+    front = started(mode)
+    for stream in (False, True):
+        refused = post(f"{front.url}/v1/chat/completions", asked_for(case, stream))
+        assert (refused.status, refused.body["error"]["type"]) == (400, "BadRequestError")
+        assert "Structured outputs requires a tokenizer" in refused.body["error"]["message"]
+    asked = CONVERSATIONS["plain"].body(bad_words=["Paris"])
+    refused = post(f"{front.url}/v1/chat/completions", asked)
+    assert (refused.status, refused.body["error"]["param"]) == (400, "bad_words")
+
+
+@pytest.mark.timeout(BOOT_S)  # the coordinators are its own, one of them with parser processes
+@pytest.mark.parametrize(
+    ("decode", "misses"),
+    [
+        ({"derender": "worker", "output_mode": "derender"}, "output_mode derender"),
+        ({"derender": "coordinator", "output_mode": "text", **PARSERS}, "output_mode text"),
+        ({"derender": "worker", "use_openai_format": True}, "/v1/chat/completions"),
+    ],
+)
+def test_workers_without_a_tokenizer_are_named_where_one_is_needed(
+    bare: Pair, workers: Workers, coordinator: Callable[..., Coordinator], vllm_python: Path, decode: Any, misses: str
+) -> None:
+    """At the start, in the log and on /readyz; and nobody is sent there."""
+    here = coordinator(config(decode, workers.render, bare), vllm_python, ready=False)
+    said = f"decode: {bare.decode.url} has no tokenizer, which {misses} needs: start it without --tokens-only"
+    wait_until(lambda: said in get(f"{here.url}/readyz").raw.decode(), 60, "the worker is named")
+    assert get(f"{here.url}/readyz").status == 503
+    assert f"not ready: {said}" in here.process.log_tail()
+    refused = post(f"{here.url}/v1/chat/completions", CONVERSATIONS["plain"].body())
+    assert refused.status == 502 and "has no tokenizer" in refused.body["error"]["message"]
+
+
+def test_a_render_server_without_a_tokenizer_is_named(
+    bare: Pair, workers: Workers, coordinator: Callable[..., Coordinator]
+) -> None:
+    here = coordinator(config({"derender": "worker", "wrap": "all"}, bare.prefill, workers), ready=False)
+    said = f"render: {bare.prefill.url} has no tokenizer, which "
+    wait_until(lambda: said in get(f"{here.url}/readyz").raw.decode(), 60, "the server is named")
+
+
 WEATHER = CONVERSATIONS["tool call after reasoning"]
 
 
@@ -163,27 +232,27 @@ def test_a_messages_stream_has_the_blocks_of_the_worker_s_own(front: Coordinator
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_stop_string_that_only_we_see_stops_the_worker(
-    workers: Workers, coordinator: Callable[..., Coordinator], vllm_python: Path, stream: bool
+    bare: Pair, started: Callable[..., Coordinator], stream: bool
 ) -> None:
     """S29: the worker would go on to the end of its context, so the leg is closed, which aborts it there."""
-    front = started("coordinator, of tokens", workers, coordinator, vllm_python)
+    front = started("coordinator, of tokens")
     asked = conversation("Count to twenty.").body(stop=["12"], ignore_eos=True, max_tokens=3000, stream=stream)
-    made = Metrics(workers.decode.url).total("vllm:generation_tokens_total")
+    made = Metrics(bare.decode.url).total("vllm:generation_tokens_total")
     ours = post(f"{front.url}/v1/chat/completions", asked)
     choice = ours.body["choices"][0] if not stream else summed(ours.events)[0]
     text = choice["content"] if stream else choice["message"]["content"]
     assert text.strip().endswith("11,")
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "12")
-    wait_until(lambda: not Metrics(workers.decode.url).running, 30, "the worker has nothing to do")
-    assert Metrics(workers.decode.url).total("vllm:generation_tokens_total") - made < 2000
+    wait_until(lambda: not Metrics(bare.decode.url).running, 30, "the worker has nothing to do")
+    assert Metrics(bare.decode.url).total("vllm:generation_tokens_total") - made < 2000
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_completion_of_tokens_equals_the_worker_s_own(
-    workers: Workers, coordinator: Callable[..., Coordinator], vllm_python: Path, stream: bool
+    workers: Workers, started: Callable[..., Coordinator], stream: bool
 ) -> None:
     """Nothing is parsed there: tokens become text, with logprobs, and stop strings are cut off."""
-    front = started("coordinator, of tokens", workers, coordinator, vllm_python)
+    front = started("coordinator, of tokens")
     prompt = "<|im_start|>user\nCount to twenty.<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
     asked = {"model": MODEL_NAME, "prompt": prompt, "temperature": 0, "max_tokens": 30, "logprobs": 1, "stop": ["9"]}
     texts = []

@@ -35,6 +35,11 @@ ASKED: dict[str, dict[str, Any]] = {name: talk.body() for name, talk in CONVERSA
     "cut in a tool call": CONVERSATIONS["tool call"].body(max_tokens=12),
     "stop string": conversation("Say stop in the middle.").body(stop=["STOP", "never"]),
     "stop string kept": conversation("Say stop in the middle.").body(stop="STOP", include_stop_str_in_output=True),
+    "stop string beside a prompt's logprobs": conversation("Say stop in the middle.").body(
+        stop=["STOP"], prompt_logprobs=1, return_token_ids=True
+    ),
+    "stop string beside token ids": conversation("Say stop in the middle.").body(stop=["STOP"], return_token_ids=True),
+    "end token as a stop token": CONVERSATIONS["plain"].body(stop_token_ids=[2], ignore_eos=True),
     "stop token": CONVERSATIONS["plain"].body(stop_token_ids=[2]),
     "named tool": CONVERSATIONS["tool call"].body(
         tool_choice={"type": "function", "function": {"name": "get_weather"}}

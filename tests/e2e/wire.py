@@ -34,7 +34,14 @@ class Reply(NamedTuple):
 
 def post(url: str, body: Any, headers: dict[str, str] | None = None) -> Reply:
     data = json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"} | (headers or {}))
+    return _replied(urllib.request.Request(url, data, {"Content-Type": "application/json"} | (headers or {})))
+
+
+def get(url: str) -> Reply:
+    return _replied(urllib.request.Request(url))
+
+
+def _replied(request: urllib.request.Request) -> Reply:
     try:
         with urllib.request.urlopen(request, timeout=60) as response:
             return Reply(response.status, response.headers, response.read())

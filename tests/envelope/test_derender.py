@@ -66,12 +66,13 @@ def test_a_completion_is_asked_for_without_its_prompt(pure: Any) -> None:
 
 @pytest.mark.parametrize("api", [CHAT, COMPLETIONS])
 def test_a_whole_body_holds_the_choices_that_have_tokens(pure: Any, api: Format) -> None:
+    """Of stop tokens the service knows which one is named: to a worker without a tokenizer the end is one."""
     reply = {"request_id": "g", "model": "tiny", "usage": {}, "kv_transfer_params": {"x": 1}, "choices": [
         {"index": 1, "token_ids": [5], "finish_reason": "stop", "stop_reason": 5, "logprobs": None, "routed": 1},
         {"index": 0, "token_ids": [], "finish_reason": "abort", "stop_reason": None, "logprobs": None},
     ]}  # fmt: skip
     generated = {"request_id": "g", "output_mode": "tokens",
-                 "choices": [{"index": 1, "token_ids": [5], "finish_reason": "stop", "stop_reason": 5}]}  # fmt: skip
+                 "choices": [{"index": 1, "token_ids": [5], "finish_reason": "stop"}]}  # fmt: skip
     body = pure(whole_body, api, reply, RENDERED, {"r": 1})
     of_chat = {"generate_response": generated, "prompt_tokens": 3, "prompt_token_ids": [1, 2, 3],
                "chat_request": {"r": 1}}  # fmt: skip

@@ -48,8 +48,8 @@ async def test_a_failure_tells_it_too(coordinator, fleet, excuse):
 
 
 async def test_a_request_that_waited_is_told_how_long(coordinator, fleet, ask, eventually):
-    fleet.decode.behave.next(Fault(first_byte_s=0.2))
     at = await coordinator(fleet, server={**ON, "max_concurrency": 1})
+    fleet.decode.behave.next(Fault(first_byte_s=0.2))
     async with at.open(CHAT, ask()) as first:
         await eventually(lambda: fleet.decode.in_flight)
         got = await at.chat()

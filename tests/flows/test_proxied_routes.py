@@ -72,7 +72,9 @@ def sidecar(coordinator, fleet, local):
         own = {"proxied_routes": LISTED, **server}
         steps = {"prefill": None}
         decode = {"endpoints": [local.url], **(pool or {})}
-        return await coordinator(fleet, "alone", steps=steps, pools={"decode": decode}, server=own)
+        at = await coordinator(fleet, "alone", steps=steps, pools={"decode": decode}, server=own)
+        local.seen.clear()  # what readiness asked
+        return at
 
     return start
 

@@ -4,6 +4,8 @@ import dataclasses
 
 import pytest
 
+from coordinator.sim import Settings
+
 CHAT = "/v1/chat/completions"
 
 
@@ -46,8 +48,40 @@ async def test_a_misfit_is_named_at_the_start_while_others_serve(coordinator, mi
     at = await coordinator(fleet, "text")
     got = await at.get("/readyz")
     url = fleet.decodes[1].url
-    said = f"decode: {url} has no tokenizer, which output_mode text needs: start it without --tokens-only"
+    said = (
+        f"decode: {url} has no tokenizer, which output_mode text needs: start it without --tokens-only, "
+        "or write output_mode: tokens and derender: coordinator"
+    )
     assert (got.status, got.raw.decode()) == (200, f"ok\n{said}\n")
+
+
+async def test_a_worker_that_renders_needs_a_tokenizer(coordinator, fleet_of, eventually):
+    fleet = await fleet_of(prefill_settings=dataclasses.replace(Settings(), tokens_only=True))
+    url = fleet.prefills[0].url
+    at = await coordinator(fleet, "text", steps={"render": {"address": url}}, ready=False)
+
+    async def unready():
+        return f"render: {url} has no tokenizer, which ".encode() in (await at.get("/readyz")).raw
+
+    await eventually(unready)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_leg_in_text_goes_only_to_workers_that_have_a_tokenizer(coordinator, fleet_of, role, eventually):
+    """vLLM answers 500 there, and to a completion nothing at all."""
+    bare = dataclasses.replace(Settings(), tokens_only=True)
+    fleet = await fleet_of(**{f"{role}_settings": bare})
+    at = await coordinator(fleet, "openai" if role == "prefill" else "alone", ready=False)
+    (worker,) = fleet.prefills if role == "prefill" else fleet.decodes
+    without = f"{worker.url} has no tokenizer, which {CHAT} needs: start it without --tokens-only"
+
+    async def unready():
+        got = await at.get("/readyz")
+        return got.status == 503 and f"{role}: {without}" in got.raw.decode()
+
+    await eventually(unready)
+    got = await at.chat()
+    assert (got.status, without in got.error["message"]) == (502, True)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -8,6 +8,7 @@ import pytest
 from multidict import CIMultiDict
 
 from coordinator.app import build
+from coordinator.capability import MODE_QUESTION
 from coordinator.config import Config, ConfigError
 from coordinator.sim import Settings
 from tests.flows.conftest import config_tree
@@ -25,7 +26,8 @@ def value_of(received, name):
 
 def sent(worker, name):
     """Return a header of every leg that a worker got, None where it was missing."""
-    return [value_of(got, name) for got in worker.received if got.method == "POST" and got.body]
+    legs = [got for got in worker.received if got.method == "POST" and got.body not in ({}, MODE_QUESTION)]
+    return [value_of(got, name) for got in legs]
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from envelope.errors import LegFailed, LegUnechoed, NoWorker
+from envelope.errors import BadRequest, LegFailed, LegUnechoed, NoWorker
 from envelope.json_codec import dumps
 from steps.decode import Decode, Params
 
@@ -39,6 +39,8 @@ class Parsing:
 
 class Parsers:
     """Implements ``coordinator.step.Parsers``."""
+
+    eos_token_id = 7
 
     def __init__(self, error: Exception | None = None) -> None:
         self.jobs: list[Any] = []
@@ -120,9 +122,51 @@ async def test_of_a_worker_without_a_tokenizer_tokens_are_wanted_and_no_stop_str
     assert to.legs[0].body["output_mode"] == "tokens"
     assert to.legs[0].body["sampling_params"] == {
         key: value for key, value in SAMPLING.items() if key not in ("stop", "include_stop_str_in_output")
-    }
+    } | {"stop_token_ids": [7]}
     assert parsers.jobs[0]["decoding"] == DECODING
     assert ctx.answer.parsed is (api != "completions")
+
+
+@pytest.mark.parametrize(
+    ("own", "told"),
+    [
+        ({}, [7]),
+        ({"stop_token_ids": [3]}, [3, 7]),
+        ({"stop_token_ids": [7, 3]}, [7, 3]),
+        ({"stop_token_ids": [3], "ignore_eos": True}, [3]),
+        ({"ignore_eos": True}, None),
+    ],
+)
+async def test_a_worker_without_a_tokenizer_is_told_which_token_ends_an_answer(
+    decode: Any, context: Any, upstream: Any, own: Any, told: Any
+) -> None:
+    """Of itself it knows those of the model's generation_config.json alone."""
+    ctx = context("chat", BODIES["chat"], rendered={**RENDERED, "sampling_params": {"max_tokens": 9, **own}})
+    to = going(upstream, parsers := Parsers(), answer("tokens"))
+    await decode("tokens").run(ctx, to)
+    assert to.legs[0].body["sampling_params"].get("stop_token_ids") == told
+    assert parsers.jobs[0]["decoding"].get("ignore_eos") == own.get("ignore_eos")
+
+
+@pytest.mark.parametrize("api", ["chat", "completions"])
+async def test_bad_words_that_such_a_worker_would_leave_out_unsaid_are_refused(
+    decode: Any, context: Any, api: str
+) -> None:
+    ctx = context(api, {**BODIES[api], "bad_words": ["no"]}, rendered=RENDERED)
+    decode("text").admit(ctx)
+    with pytest.raises(BadRequest, match="bad_words need output_mode: text"):
+        decode("tokens").admit(ctx)
+
+
+async def test_a_prompt_s_logprobs_come_whole_although_a_stop_string_may_end_the_answer(
+    decode: Any, context: Any, upstream: Any
+) -> None:
+    """No stream has them: the worker goes on to its cap, and what comes behind the stop string is cut off here."""
+    ctx = context("chat", {**BODIES["chat"], "prompt_logprobs": 1}, rendered=RENDERED)
+    to = going(upstream, parsers := Parsers(), answer("tokens"))
+    await decode("tokens").run(ctx, to)
+    assert to.legs[0].body["stream"] is False
+    assert parsers.jobs[0]["decoding"]["stop"] == SAMPLING["stop"]
 
 
 async def test_a_leg_that_fails_lets_the_parsers_go(decode: Any, context: Any, upstream: Any) -> None:
