@@ -1,21 +1,23 @@
-"""The web application that a configuration describes: routes, certificates, and what runs as long as it does."""
+"""The coordinator that a configuration describes: its front, its listener, and what runs as long as it does."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import time
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from aiohttp import web
 from prometheus_client import CollectorRegistry
 
 from coordinator.background import Faults
 from coordinator.credentials import Credentials
 from coordinator.derender.held import ParserPools
+from coordinator.http.connection import Patience
+from coordinator.http.server import Server
 from coordinator.links import healths
-from coordinator.listener import PATIENCE, REFUSED, Patience, json_errors
 from coordinator.logs import log
 from coordinator.metrics import Metrics
 from coordinator.outcome import Recorder
@@ -36,21 +38,55 @@ if TYPE_CHECKING:
     from coordinator.telemetry.otel import OtelTracing
     from coordinator.tls import Certificate
 
-FRONT = web.AppKey("front", Front)
-PLANS = web.AppKey("plans", Plans)
-FAULTS = web.AppKey("faults", Faults)
-# Makes the plan of another configuration, to take the place of the one it is given.
-PLAN_OF: web.AppKey[partial[Plan]] = web.AppKey("plan_of", partial)
-METRICS = web.AppKey("metrics", Metrics)
-RECENT = web.AppKey("recent", Recent)
-# Of the main port and of that of the metrics; None is plain HTTP.
-CERTIFICATES: web.AppKey[tuple[Certificate | None, Certificate | None]] = web.AppKey("certificates", tuple)
-# The certificates' files: they are the listener's, and outlive a plan.
-WATCH = web.AppKey("watch", Watch)
+
+@dataclass
+class App:
+    """One coordinator: what takes its connections, what answers, and what runs as long as it does.
+
+    Attributes:
+        plan_of: makes the plan of another configuration, to take the place of the one it is given.
+        watch: over the certificates' files: they are the listener's, and outlive a plan.
+        certificates: of the main port and of that of the metrics; None is plain HTTP.
+    """
+
+    server: Server
+    front: Front
+    plans: Plans
+    plan_of: partial[Plan]
+    metrics: Metrics
+    recent: Recent
+    faults: Faults
+    watch: Watch
+    certificates: tuple[Certificate | None, Certificate | None]
+    passage: Passage | None
+    tracing: OtelTracing | None
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Run what the front answers by, and what the listener needs; at the end, close every connection first."""
+        raised: Exception | None = None
+        async with AsyncExitStack() as stack:
+            if self.tracing is not None:  # the first to begin is the last to end
+                await stack.enter_async_context(self.tracing.running())
+            if self.passage is not None:
+                await self.passage.start()
+                stack.push_async_callback(self.passage.close)
+            await stack.enter_async_context(self.plans)
+            if not await asked_once(self.front.plan.discovery):
+                log.warning("starting before all workers could be looked up")
+            watching = asyncio.create_task(self.faults.keep_up("certificates", self.watch.run))
+            stack.push_async_callback(_cancelled, watching)
+            stack.push_async_callback(self.server.close)
+            try:
+                yield
+            except Exception as error:  # a port that is taken, say: task groups here would wrap it up
+                raised = error
+        if raised is not None:
+            raise raised
 
 
-def build(config: Config) -> web.Application:
-    """Return the application that a configuration describes; nothing is opened before it starts.
+def build(config: Config) -> App:
+    """Return the coordinator that a configuration describes; nothing is opened before it runs and listens.
 
     Raises:
         ConfigError: the steps do not fit together, or not with the rest of the file; or a key or a certificate that
@@ -76,33 +112,34 @@ def build(config: Config) -> web.Application:
         proxied=server.proxied_routes,
         passage=passage,
     )
-    # Sizes are ours to check, with an error body that aiohttp's own 413 does not have.
-    app = web.Application(client_max_size=0, middlewares=[json_errors])
     metrics.watch_pools(lambda: healths(front.plan.upstream.links))
-    app[FRONT] = front
-    app[REFUSED] = recorder.refused
-    app[PLAN_OF] = plan_of
-    app[METRICS] = metrics
-    app[RECENT] = recent
-    app[FAULTS] = faults
-    app[PLANS] = Plans(front.plan, partial(setattr, front, "plan"))
-    app[PATIENCE] = Patience(
+    patience = Patience(
         server.write_stall_timeout or None,
         server.read_header_timeout or None,
         server.idle_timeout or None,
     )
-    app[WATCH] = watch
-    app[CERTIFICATES] = certificates
-    app.add_routes(front.routes(metrics=server.metrics_port is None))
-    if tracing is not None:
-        app.cleanup_ctx.append(tracing.running)  # the first to begin is the last to end
-    if server.proxied_routes:
-        app.cleanup_ctx.append(partial(_passing, passage))
-    app.cleanup_ctx.append(_running)
+    listener = Server(
+        front.routes(metrics=server.metrics_port is None),
+        patience=patience,
+        max_field_bytes=server.max_header_size,
+        refused=recorder.refused,
+    )
     for route in server.proxied_routes:
         if route.danger is not None:
             log.warning("server.proxied_routes: %s %s, and whoever may ask here may call it", route, route.danger)
-    return app
+    return App(
+        server=listener,
+        front=front,
+        plans=Plans(front.plan, partial(setattr, front, "plan")),
+        plan_of=plan_of,
+        metrics=metrics,
+        recent=recent,
+        faults=faults,
+        watch=watch,
+        certificates=certificates,
+        passage=passage if server.proxied_routes else None,
+        tracing=tracing,
+    )
 
 
 def _spans(config: Config) -> OtelTracing:
@@ -121,17 +158,6 @@ def _spans(config: Config) -> OtelTracing:
     raise ConfigError([config.sources.problem(("tracing",), fault)])
 
 
-async def _passing(passage: Passage, app: web.Application) -> AsyncIterator[None]:
-    await passage.start()
-    yield
-    await passage.close()
-
-
-async def _running(app: web.Application) -> AsyncIterator[None]:
-    """Run what the front answers by, and what the listener needs, as long as the application runs."""
-    async with app[PLANS], asyncio.TaskGroup() as tasks:
-        if not await asked_once(app[FRONT].plan.discovery):
-            log.warning("starting before all workers could be looked up")
-        watching = tasks.create_task(app[FAULTS].keep_up("certificates", app[WATCH].run))
-        yield
-        watching.cancel()
+async def _cancelled(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.wait((task,))

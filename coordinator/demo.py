@@ -11,11 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from aiohttp import web
 
-from coordinator.app import FRONT, build
+from coordinator.app import App, build
 from coordinator.config import Config, ConfigError
-from coordinator.listener import Runner
 
 _TOKEN_RATE_S = 0.02
 
@@ -40,17 +38,13 @@ async def demo(port: int, ask: str | None, stream: bool, image: str | None = Non
         workers = {"encode": fleet.encodes, "prefill": fleet.prefills, "decode": fleet.decodes}
         pools = {role: [worker.url for worker in some] for role, some in workers.items()}
         app = build(Config.model_validate(tree(fleet.render.url, pools)))
-        runner = Runner(app, max_header_size=32768)
-        await runner.setup()
-        try:
-            address = await _listen(runner, 0 if ask is not None else port)
+        async with app.running():
+            address = await _listen(app, 0 if ask is not None else port)
             await _ready(app)
             if ask is not None:
                 return await _ask(address, question)
             _greet(address, {"render": [fleet.render.url], **pools})
             await _interrupted()
-        finally:
-            await runner.cleanup()
     return 0
 
 
@@ -81,18 +75,17 @@ def tree(render: str, pools: dict[str, list[str]]) -> dict[str, Any]:
     }
 
 
-async def _listen(runner: Runner, port: int) -> str:
+async def _listen(app: App, port: int) -> str:
     try:
-        await web.TCPSite(runner, "127.0.0.1", port).start()
+        await app.server.listen("127.0.0.1", port)
     except OSError as error:
         raise ConfigError([f"demo: --port {port}: {error.strerror or error}; choose another, or 0"]) from None
-    host, bound, *_ = runner.addresses[0]
-    return f"{host}:{bound}"
+    return app.server.addresses[0]
 
 
-async def _ready(app: web.Application) -> None:
+async def _ready(app: App) -> None:
     async with asyncio.timeout(10):
-        await app[FRONT].plan.readiness.until_ready()
+        await app.front.plan.readiness.until_ready()
 
 
 def _greet(address: str, roles: dict[str, list[str]]) -> None:

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import aiohttp
-from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
-
+from coordinator.http.request import ENCODINGS, BodyBroken
 from envelope.errors import BadRequest, ReadTimeout, TooLarge, UnsupportedMedia
 from envelope.json_codec import JSONDecodeError
 from envelope.written import loads_body
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import AsyncIterator
 
-    from coordinator.context import Headers
+    from coordinator.http.request import Request
     from envelope.formats import Format
-
-# What aiohttp inflates by itself. Brotli and zstd depend on what else is installed, so they are not offered.
-_ENCODINGS = ("", "identity", "gzip", "deflate")
 
 
 class Intake:
@@ -36,7 +29,7 @@ class Intake:
         self._max_body_bytes = max_body_bytes
         self._read_timeout_s = read_timeout_s
 
-    async def read_json(self, request: web.Request, api: Format) -> Any:
+    async def read_json(self, request: Request, api: Format) -> Any:
         """Return the parsed body of a request to an API.
 
         Raises:
@@ -49,19 +42,16 @@ class Intake:
         except (JSONDecodeError, RecursionError) as error:
             raise BadRequest(f"the request body is not JSON: {_where(error)}") from None
 
-    def check_head(self, request: web.BaseRequest) -> None:
+    def check_head(self, request: Request) -> None:
         """Refuse by the request's head alone, before its body is waited for."""
         if (request.content_length or 0) > self._max_body_bytes:
             raise self._too_large()
         if request.content_type != "application/json":
-            raise UnsupportedMedia(f"Content-Type is {request.content_type}; send the body as application/json")
-        self._check_encoding(request)
+            found = request.content_type or "missing"
+            raise UnsupportedMedia(f"Content-Type is {found}; send the body as application/json")
+        _encoding(request)
 
-    def _check_encoding(self, request: web.BaseRequest) -> None:
-        if (encoding := request.headers.get("Content-Encoding", "").strip().lower()) not in _ENCODINGS:
-            raise UnsupportedMedia(f"Content-Encoding {encoding} is not understood; send gzip, deflate, or none")
-
-    async def parts(self, request: web.Request) -> AsyncIterator[bytes]:
+    async def parts(self, request: Request) -> AsyncIterator[bytes]:
         """Yield the body as it comes, of whatever kind it is.
 
         Raises:
@@ -69,13 +59,18 @@ class Intake:
         """
         if (request.content_length or 0) > self._max_body_bytes:
             raise self._too_large()
-        self._check_encoding(request)
+        parts, left = request.body.parts(_encoding(request)), self._max_body_bytes
         ends_at = None if self._read_timeout_s is None else asyncio.get_running_loop().time() + self._read_timeout_s
-        left, parts = self._max_body_bytes, request.content.iter_any()
         while True:
-            with self._told():
+            try:
                 async with asyncio.timeout_at(ends_at):
                     part = await anext(parts, None)
+            except TimeoutError:
+                told = f"the request body did not arrive within {self._read_timeout_s:g} s"
+                raise ReadTimeout(told, headers=_CLOSE) from None
+            except BodyBroken:
+                told = "the request body is broken: its encoding or its framing is wrong"
+                raise BadRequest(told, headers=_CLOSE) from None
             if part is None:
                 return
             left -= len(part)
@@ -83,38 +78,13 @@ class Intake:
                 raise self._too_large()
             yield part
 
-    async def _read(self, request: web.Request) -> bytes:
-        content = request.content
-        if content.is_eof() and content.exception() is None:  # it came with its head, as most do: nothing to wait for
-            raw = content.read_nowait()
+    async def _read(self, request: Request) -> bytes:
+        if request.body.complete and "Content-Encoding" not in request.headers:  # it came with its head, as most do
+            raw = request.body.take()
             if len(raw) > self._max_body_bytes:
                 raise self._too_large()
             return raw
-        parts, size, inflates = [], 0, "Content-Encoding" in request.headers
-        with self._told():
-            async with asyncio.timeout(self._read_timeout_s):
-                async for part in content.iter_any():
-                    size += len(part)
-                    if size > self._max_body_bytes:
-                        raise self._too_large()
-                    parts.append(part)
-                    if inflates:  # the next part needs no more bytes from the client, and others have their turn
-                        await asyncio.sleep(0)
-        return b"".join(parts)
-
-    @contextmanager
-    def _told(self) -> Iterator[None]:
-        """Say what is wrong with a body that does not come, or not as it should."""
-        try:
-            yield
-        except TimeoutError:
-            raise ReadTimeout(
-                f"the request body did not arrive within {self._read_timeout_s:g} s", headers=_CLOSE
-            ) from None
-        except (HttpProcessingError, web.RequestPayloadError, aiohttp.ClientPayloadError):
-            raise BadRequest(
-                "the request body is broken: its encoding or its framing is wrong", headers=_CLOSE
-            ) from None
+        return b"".join([part async for part in self.parts(request)])
 
     def _too_large(self) -> TooLarge:
         return TooLarge(f"the request body is larger than {self._max_body_bytes // 2**20} MB", headers=_CLOSE)
@@ -124,12 +94,17 @@ class Intake:
 _CLOSE = {"Connection": "close"}
 
 
-def header_pairs(request: web.BaseRequest) -> Headers:
-    """Return the request's headers as they came, repeated ones in their order."""
-    return tuple(request.headers.items())
+def _encoding(request: Request) -> str:
+    """
+    Raises:
+        UnsupportedMedia
+    """
+    if (encoding := request.headers.get("Content-Encoding", "").strip().lower()) not in ENCODINGS:
+        raise UnsupportedMedia(f"Content-Encoding {encoding} is not understood; send gzip, deflate, or none")
+    return encoding
 
 
-def single(request: web.BaseRequest, name: str) -> str | None:
+def single(request: Request, name: str) -> str | None:
     """Return the one value of a routing header.
 
     Raises:

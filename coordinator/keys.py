@@ -13,7 +13,7 @@ from envelope.errors import Unauthorized
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from multidict import CIMultiDictProxy
+    from multidict import CIMultiDict
 
 
 class Keys:
@@ -40,7 +40,7 @@ class Keys:
         self._good = Digests(keys)
         return len(keys)
 
-    def check(self, headers: CIMultiDictProxy[str]) -> None:
+    def check(self, headers: CIMultiDict[str]) -> None:
         """
         Raises:
             Unauthorized: no key came, or none that is good.
@@ -55,7 +55,7 @@ class Keys:
         )
 
 
-def _sent(headers: CIMultiDictProxy[str]) -> Iterator[str]:
+def _sent(headers: CIMultiDict[str]) -> Iterator[str]:
     for value in headers.getall("Authorization", ()):
         scheme, _, key = value.strip().partition(" ")
         if scheme.lower() == "bearer" and key.strip():

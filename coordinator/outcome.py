@@ -12,9 +12,8 @@ from envelope.errors import ApiError, ClientGone, ClientStalled, LegRejected, Ov
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from aiohttp import web
-
     from coordinator.context import Attempt, LegTime, RequestContext
+    from coordinator.http.request import Request
     from coordinator.metrics import Metrics
     from coordinator.respond import Result
     from coordinator.telemetry.model_names import ModelNames
@@ -38,7 +37,7 @@ class Outcome:
     trace: Trace = PASSING
 
     def done(self, result: Result) -> None:
-        self.result, self.status = result, result.response.status
+        self.result, self.status = result, result.status
         self.word, self.error = ("ok", None) if result.error is None else ("stream_broken", result.error)
 
     def fail(self, error: ApiError) -> ApiError:
@@ -74,7 +73,7 @@ class Recorder:
         self._names = names
         self._tracing = tracing
 
-    def begin(self, request: web.Request) -> Outcome:
+    def begin(self, request: Request) -> Outcome:
         """Return what becomes of a request that a route has taken."""
         return Outcome(status=500, trace=self._tracing.begin(request.method, request.path, request.headers))
 

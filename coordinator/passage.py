@@ -8,18 +8,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import aiohttp
-from aiohttp import web
-from multidict import CIMultiDict
 from yarl import URL
 
 from coordinator.headers import passed_down, passed_up
-from coordinator.intake import header_pairs
-from coordinator.respond import hang_up
 from envelope.errors import ApiError, LegFailed, LegTimeout, NoWorker
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from coordinator.http.request import Request
     from coordinator.intake import Intake
     from coordinator.plan import Plan
 
@@ -49,8 +46,8 @@ class Passage:
         if self._session is not None:
             await self._session.close()
 
-    async def pass_on(self, request: web.Request, plan: Plan, client_id: str) -> tuple[web.StreamResponse, str]:
-        """Return the answer, written to its end, and the outcome that is counted.
+    async def pass_on(self, request: Request, plan: Plan, client_id: str) -> str:
+        """Answer, to the end; return the outcome that is counted.
 
         Raises:
             TooLarge, ReadTimeout, UnsupportedMedia, BadRequest: the request's body is at fault.
@@ -60,8 +57,8 @@ class Passage:
         assert self._session is not None
         link = plan.upstream.links["decode"]
         (worker,) = link.router.known()
-        body = _Body(request, plan.intake) if request.can_read_body else None
-        headers = passed_up(header_pairs(request), plan.drop, worker.headers)
+        body = _Body(request, plan.intake) if _has_body(request) else None
+        headers = passed_up(request.headers.items(), plan.drop, worker.headers)
         try:
             answer = await self._session.request(
                 request.method,
@@ -80,7 +77,7 @@ class Passage:
 class _Body:
     """A request's body, part by part; what is wrong with it is kept, as the client that reads it wraps it up."""
 
-    def __init__(self, request: web.Request, intake: Intake) -> None:
+    def __init__(self, request: Request, intake: Intake) -> None:
         self.fault: ApiError | None = None
         self._parts = intake.parts(request)
 
@@ -93,29 +90,30 @@ class _Body:
             raise
 
 
-async def _hand_back(
-    request: web.Request, answer: aiohttp.ClientResponse, client_id: str
-) -> tuple[web.StreamResponse, str]:
-    headers = [*passed_down(answer.headers.items()), ("X-Request-Id", client_id)]
-    response = web.StreamResponse(status=answer.status, reason=answer.reason, headers=CIMultiDict(headers))
-    await response.prepare(request)
+def _has_body(request: Request) -> bool:
+    return "Transfer-Encoding" in request.headers or bool(request.content_length)
+
+
+async def _hand_back(request: Request, answer: aiohttp.ClientResponse, client_id: str) -> str:
+    response = request.response
+    response.begin(answer.status, [*passed_down(answer.headers.items()), ("X-Request-Id", client_id)])
     parts = answer.content.iter_any()
     while True:
         try:
             part = await anext(parts, None)
         except (aiohttp.ClientError, TimeoutError):
-            hang_up(request)  # an end would look like a whole answer
-            return response, "stream_broken"
+            response.hang_up()  # an end would look like a whole answer
+            return "stream_broken"
         if part is None:
             break
-        await response.write(part)
-    await response.write_eof()
-    return response, "ok" if answer.status < 400 else "rejected" if answer.status < 500 else "leg_failed"
+        if not response.put(part):
+            await response.drain()
+    response.end()
+    return "ok" if answer.status < 400 else "rejected" if answer.status < 500 else "leg_failed"
 
 
-def _url(worker: str, request: web.Request) -> URL:
-    query = request.rel_url.raw_query_string
-    return URL(f"{worker}{request.path}{'?' if query else ''}{query}", encoded=True)
+def _url(worker: str, request: Request) -> URL:
+    return URL(f"{worker}{request.path}{'?' if request.query else ''}{request.query}", encoded=True)
 
 
 def _told(error: Exception, body: _Body | None) -> ApiError:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from types import TracebackType
 
-    from multidict import CIMultiDictProxy
+    from multidict import CIMultiDict
 
     from coordinator.admission import Admission
     from coordinator.background import Background, Faults
@@ -73,7 +73,7 @@ class Plan:
     _retired: bool = field(default=False, init=False)
     _over: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 
-    def check_key(self, headers: CIMultiDictProxy[str]) -> None:
+    def check_key(self, headers: CIMultiDict[str]) -> None:
         """
         Raises:
             Unauthorized: clients need a key, and none came that is good.

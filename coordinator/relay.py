@@ -14,17 +14,12 @@ from envelope.errors import LegError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from aiohttp import web
-
     from coordinator.context import LiveStream
     from envelope.shape import Shape
 
-# As many bytes may wait for a client before its worker is stopped; it is the high-water mark of asyncio's transports.
-_HIGH_WATER = 64 * 1024
-
 
 class Sink(Protocol):
-    """Where the bytes go."""
+    """Where the bytes go; ``coordinator.http.response.Response`` implements it."""
 
     def put(self, data: bytes) -> bool:
         """Write bytes; False when the client is behind, and ``drain`` should be awaited before there are more.
@@ -35,37 +30,6 @@ class Sink(Protocol):
 
     async def drain(self) -> None:
         """Wait until the client has caught up."""
-
-
-class ClientSink:
-    """Writes to the client's transport, past aiohttp's response, whose writing costs a coroutine per chunk.
-
-    The response's head has to be prepared; its last chunk stays ``write_eof``'s to send.
-    """
-
-    __slots__ = ("_chunked", "_transport", "_writer")
-
-    def __init__(self, request: web.Request, response: web.StreamResponse) -> None:
-        transport = request.transport
-        if transport is None:
-            raise ConnectionResetError("the client is gone")
-        self._transport = transport
-        self._writer = request.writer
-        self._chunked = "Transfer-Encoding" in response.headers  # an HTTP/1.0 client gets bytes until the end
-        self._writer.send_headers()
-
-    def put(self, data: bytes) -> bool:
-        transport = self._transport
-        if transport.is_closing():
-            raise ConnectionResetError("the client is gone")
-        if self._chunked:
-            data = b"%x\r\n%b\r\n" % (len(data), data)
-        transport.write(data)
-        self._writer.output_size += len(data)  # what the heartbeat goes by
-        return transport.get_write_buffer_size() < _HIGH_WATER
-
-    async def drain(self) -> None:
-        await self._writer.drain()
 
 
 async def pump(source: LiveStream, shape: Shape, sink: Sink, on_content: Callable[[], None]) -> None:

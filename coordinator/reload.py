@@ -11,7 +11,6 @@ import asyncio
 import os
 from typing import TYPE_CHECKING
 
-from coordinator.app import FRONT, METRICS, PLAN_OF, PLANS
 from coordinator.credentials import Credentials
 from coordinator.logs import LEVELS, log, set_up
 from coordinator.problems import ConfigError, Path
@@ -20,8 +19,7 @@ from coordinator.watch import mark
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from aiohttp import web
-
+    from coordinator.app import App
     from coordinator.config import Config
 
 # Of ``server``: what the listener was made with.
@@ -61,7 +59,7 @@ class Reloader:
         problems: why the file that was read last was refused; empty when it is the one that runs.
     """
 
-    def __init__(self, app: web.Application, read: Callable[[], Config]) -> None:
+    def __init__(self, app: App, read: Callable[[], Config]) -> None:
         self._app = app
         self._read = read
         self._asked = asyncio.Event()
@@ -81,7 +79,7 @@ class Reloader:
     async def reload(self) -> str:
         """Read the file and apply it; return what became of it: ``applied``, ``unchanged`` or ``refused``."""
         result = await self._reload()
-        self._app[METRICS].config_reloads.labels(result).inc()
+        self._app.metrics.config_reloads.labels(result).inc()
         return result
 
     async def _reload(self) -> str:
@@ -93,7 +91,7 @@ class Reloader:
             log.exception("reading the configuration again failed by a fault of the coordinator")
             self.problems = [FAULT]
         else:
-            if config == self._app[FRONT].plan.config:
+            if config == self._app.front.plan.config:
                 log.info("the configuration has not changed")
                 self.problems = []
                 return "unchanged"
@@ -119,10 +117,10 @@ class Reloader:
         Raises:
             ConfigError: it cannot be applied; nothing has been changed.
         """
-        before = self._app[FRONT].plan
+        before = self._app.front.plan
         check(before.config, config)
-        new = self._app[PLAN_OF](config, Credentials(os.environ, config.sources), before)
-        await self._app[PLANS].replace(new, _ASKED_WITHIN_S)
+        new = self._app.plan_of(config, Credentials(os.environ, config.sources), before)
+        await self._app.plans.replace(new, _ASKED_WITHIN_S)
         if (config.log_level, config.log_format) != (before.config.log_level, before.config.log_format):
             set_up(LEVELS[config.log_level], config.log_format)
         log.info("the configuration was reloaded", extra={"fields": {"in_flight_on_the_old_one": before.in_use}})

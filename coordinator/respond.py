@@ -6,10 +6,8 @@ import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from aiohttp import web
-from multidict import CIMultiDict
-
-from coordinator.relay import ClientSink, pump
+from coordinator.http.server import without_connection
+from coordinator.relay import pump
 from coordinator.shapes import EVENT_STREAM, error_body, error_event, stream_shape, whole_answer
 from coordinator.telemetry.pace import Pace
 from coordinator.telemetry.server_timing import server_timing
@@ -17,16 +15,17 @@ from envelope.errors import ApiError, ClientGone, LegFailed
 from envelope.generate import usage_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from types import TracebackType
 
     from coordinator.context import Answer, Headers, RequestContext
+    from coordinator.http.request import Request
     from envelope.formats import Format
     from envelope.json_codec import Json
     from envelope.shape import Shape
 
 # What keeps proxies on the way from holding a stream back.
-_STREAM_HEADERS = {"Content-Type": EVENT_STREAM, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+_STREAM_HEADERS = (("Content-Type", EVENT_STREAM), ("Cache-Control", "no-cache"), ("X-Accel-Buffering", "no"))
 
 _HEARTBEAT = b": keep-alive\n\n"
 
@@ -62,7 +61,7 @@ class Result:
         pace: when its frames with content were written, streams only.
     """
 
-    response: web.StreamResponse
+    status: int
     usage: Json | None = None
     error: str | None = None
     pace: Pace | None = None
@@ -71,12 +70,12 @@ class Result:
 class Exchange:
     """One request's way back to its client. Enter it before the pipeline runs, so that the heart can beat meanwhile."""
 
-    def __init__(self, request: web.Request, ctx: RequestContext, manner: Manner) -> None:
+    def __init__(self, request: Request, ctx: RequestContext, manner: Manner) -> None:
         self._request = request
+        self._response = request.response
         self._ctx = ctx
         self._manner = manner
         self._read_at = manner.clock()
-        self._stream: web.StreamResponse | None = None
         self._shape: Shape | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._heart: asyncio.Task[None] | None = None
@@ -102,97 +101,92 @@ class Exchange:
             ClientGone: the client left.
         """
         created = int(self._manner.now())
-        if isinstance(answer.source, bytes):
-            return await self._send_whole(answer, created)
-        self._shape = stream_shape(self._ctx, answer, created)
-        return await self._relay(answer, self._shape)
+        try:
+            if isinstance(answer.source, bytes):
+                return await self._send_whole(answer, created)
+            self._shape = stream_shape(self._ctx, answer, created)
+            return await self._relay(answer, self._shape)
+        except ConnectionError as error:
+            raise ClientGone("the client left while it was being answered") from error
 
     async def fail(self, error: ApiError) -> Result:
         """Tell of a failure: with its own status where that is still to be had, else as an event and a broken end."""
-        if self._stream is None:
+        if not self._response.status:
             if self._manner.server_timing and self._ctx.legs:
                 error.headers = {**error.headers, "Server-Timing": server_timing(self._ctx)}
-            return Result(await refuse(self._request, self._ctx.api, self._ctx.request_id, error, self._manner))
-        await self._break_off(self._stream, error)
-        return Result(self._stream, error=error.message)
+            await refuse(self._request, self._ctx.api, self._ctx.request_id, error, self._manner)
+            return Result(error.status)
+        self._break_off(error)
+        return Result(self._response.status, error=error.message)
 
     async def _send_whole(self, answer: Answer, created: int) -> Result:
         body, content_type = whole_answer(self._ctx, answer, created)
         usage = usage_of(answer.body) if isinstance(answer.body, dict) else None
         if content_type == EVENT_STREAM:
-            stream, pace = await self._begin(answer.headers), Pace(self._manner.clock, self._read_at)
+            self._begin(answer.headers)
+            pace = Pace(self._manner.clock, self._read_at)
             pace.mark()
-            await self._write_out(stream, body)
-            return Result(stream, usage, pace=pace)
-        headers = self._headers(answer.headers)
-        headers["Content-Type"] = content_type
-        response = web.Response(body=body, headers=headers)
-        await write_whole(self._request, response, self._manner)
-        return Result(response, usage)
+            if not self._response.put(body):
+                await self._response.drain()
+            await self._end()
+            return Result(200, usage, pace=pace)
+        headers = [*self._headers(answer.headers), ("Content-Type", content_type)]
+        await write_whole(self._request, 200, headers, body, self._manner)
+        return Result(200, usage)
 
     async def _relay(self, answer: Answer, shape: Shape) -> Result:
         assert not isinstance(answer.source, bytes)
-        stream = await self._begin(answer.headers)
+        self._begin(answer.headers)
         pace = Pace(self._manner.clock, self._read_at)
-        result = Result(stream, pace=pace)
+        result = Result(200, pace=pace)
         try:
-            await pump(answer.source, shape, ClientSink(self._request, stream), pace.mark)
+            await pump(answer.source, shape, self._response, pace.mark)
             if shape.error is not None:
                 result.error = "the worker failed in mid-stream"  # its own words may quote the prompt
             answer.source.ended(None if result.error is None else LegFailed("decode", result.error))
             if result.error is None:
-                await self._end(stream)
+                await self._end()
             else:
-                hang_up(self._request)  # the worker told of its failure; the end is broken all the same
+                self._response.hang_up()  # the worker told of its failure; the end is broken all the same
         except ApiError as error:
             answer.source.ended(error)
-            await self._break_off(stream, error)
+            self._break_off(error)
             result.error = error.message
-        except ConnectionError as error:
-            raise ClientGone("the client left while it was being answered") from error
         finally:
             result.usage = shape.usage
         return result
 
-    async def _write_out(self, stream: web.StreamResponse, body: bytes) -> None:
-        try:
-            await stream.write(body)
-            await self._end(stream)
-        except ConnectionError as error:
-            raise ClientGone("the client left while it was being answered") from error
-
-    async def _end(self, stream: web.StreamResponse) -> None:
+    async def _end(self) -> None:
         """Write the last chunk. A slow client makes this wait, and nothing may follow it meanwhile."""
         self._stop_heart()
-        await stream.write_eof()
+        self._response.end()
+        if self._response.behind:
+            await self._response.drain()
 
-    async def _begin(self, headers: Headers = ()) -> web.StreamResponse:
+    def _begin(self, headers: Headers = ()) -> None:
         """Send the head of a stream, unless the heart has done it."""
-        if self._stream is None:
-            self._stream = web.StreamResponse(headers=self._headers(headers))
-            self._stream.headers.update(_STREAM_HEADERS)
-            try:
-                await self._stream.prepare(self._request)
-            except ConnectionError as error:
-                raise ClientGone("the client left before its answer began") from error
-        return self._stream
+        if not self._response.status:
+            self._response.begin(200, [*self._headers(headers, _STREAM_HEADERS), *_STREAM_HEADERS])
 
-    async def _break_off(self, stream: web.StreamResponse, error: ApiError) -> None:
+    def _break_off(self, error: ApiError) -> None:
         """Send the error as an event, then cut the connection.
 
         The body is left without its last chunk, so that no HTTP client takes what came for the whole.
         """
         try:
-            await stream.write(error_event(self._ctx.api, self._shape, error, self._ctx.request_id))
+            self._response.put(error_event(self._ctx.api, self._shape, error, self._ctx.request_id))
         except ConnectionError as gone:
             raise ClientGone("the client left while it was being answered") from gone
         finally:
-            hang_up(self._request)
+            self._response.hang_up()
 
-    def _headers(self, headers: Headers) -> CIMultiDict[str]:
-        made = CIMultiDict((*headers, ("X-Request-Id", self._ctx.request_id)))
+    def _headers(self, headers: Headers, ours: Headers = ()) -> list[tuple[str, str]]:
+        """Return a worker's headers, but for those that we set ourselves, and the request's own."""
+        names = {name.lower() for name, _ in ours}
+        made = [pair for pair in headers if pair[0].lower() not in names] if names else list(headers)
+        made.append(("X-Request-Id", self._ctx.request_id))
         if self._manner.server_timing and self._ctx.legs:
-            made.add("Server-Timing", server_timing(self._ctx))
+            made.append(("Server-Timing", server_timing(self._ctx)))
         return made
 
     def _start_heart(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -203,52 +197,45 @@ class Exchange:
             if owned is not None:
                 owned.cancel()
 
-    def _unsent(self) -> bool:
-        """Say whether the client has yet to take what was written; to it, that is no silence."""
-        transport = self._request.transport
-        return transport is not None and transport.get_write_buffer_size() > 0
-
     async def _beat(self) -> None:
         """Write a comment line whenever nothing has been written for a while; whole events are never interrupted."""
+        response, written = self._response, -1
         try:
-            stream, written = await self._begin(), -1
+            self._begin()
             while True:
-                size = self._request.writer.output_size
-                if written < 0 or (size == written and not self._unsent()):
-                    await stream.write(_HEARTBEAT)
-                    size = self._request.writer.output_size
-                written = size
+                # What the client has yet to take is no silence to it.
+                if written < 0 or (response.written == written and not response.unsent):
+                    response.put(_HEARTBEAT)
+                written = response.written
                 await asyncio.sleep(self._manner.heartbeat_every_s)
-        except (ClientGone, ConnectionError):
+        except ConnectionError:
             pass  # the request's own task is cancelled by the same event
 
 
-async def refuse(
-    request: web.Request, api: Format | None, request_id: str, error: ApiError, manner: Manner
-) -> web.StreamResponse:
+async def refuse(request: Request, api: Format | None, request_id: str, error: ApiError, manner: Manner) -> None:
     """Answer with an error body, before anything else was written.
 
     Raises:
         ClientGone: the client left.
     """
-    headers = {"Content-Type": "application/json", "X-Request-Id": request_id, **error.headers}
-    response = web.Response(status=error.status, body=error_body(api, error, request_id), headers=headers)
-    if "Connection" in error.headers:
-        response.force_close()  # the header alone is sent, and the connection kept
-    await write_whole(request, response, manner)
-    return response
+    headers = [("Content-Type", "application/json"), ("X-Request-Id", request_id), *without_connection(error.headers)]
+    request.response.closes |= "Connection" in error.headers
+    await write_whole(request, error.status, headers, error_body(api, error, request_id), manner)
 
 
-async def write_whole(request: web.Request, response: web.Response, manner: Manner) -> None:
+async def write_whole(
+    request: Request, status: int, headers: Sequence[tuple[str, str]], body: bytes, manner: Manner
+) -> None:
+    """
+    Raises:
+        ClientGone: the client left, or did not take it in time.
+    """
+    response = request.response
     try:
-        async with asyncio.timeout(manner.write_timeout_s):
-            await response.prepare(request)
-            await response.write_eof()
+        response.whole(status, headers, body)
+        if response.behind:
+            async with asyncio.timeout(manner.write_timeout_s):
+                await response.drain()
     except (ConnectionError, TimeoutError) as error:
-        hang_up(request)
+        response.hang_up()
         raise ClientGone("the client did not take the answer") from error
-
-
-def hang_up(request: web.Request) -> None:
-    if request.transport is not None:
-        request.transport.close()

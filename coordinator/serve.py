@@ -6,26 +6,27 @@ import asyncio
 import gc
 import os
 import signal
+from contextlib import AsyncExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-from aiohttp import web
-
-from coordinator.app import CERTIFICATES, FAULTS, FRONT, build
+from coordinator.app import build
 from coordinator.config import load
-from coordinator.listener import Runner
+from coordinator.http.server import Server
 from coordinator.logs import log
 from coordinator.reload import FileWatch, Reloader
 from coordinator.telemetry.status import Pages, Status
-from coordinator.units import ListenAddr
 
 if TYPE_CHECKING:
     import ssl
     from collections.abc import Sequence
 
+    from coordinator.app import App
     from coordinator.config import Config
+    from coordinator.http.server import Handler
     from coordinator.server import Front
     from coordinator.telemetry.status import Told
+    from coordinator.tls import Certificate
 
 
 class Steering(Protocol):
@@ -37,7 +38,7 @@ class Steering(Protocol):
 
     shares_port: bool
 
-    async def begin(self, app: web.Application, reloader: Reloader, stops: asyncio.Queue[None], status: Status) -> None:
+    async def begin(self, app: App, reloader: Reloader, stops: asyncio.Queue[None], status: Status) -> None:
         """Take over, before anything is opened: each word to stop is put into ``stops``."""
 
     async def listening(self, addresses: Sequence[str]) -> None:
@@ -65,7 +66,7 @@ class Alone:
     def __init__(self, path: str) -> None:
         self._file = FileWatch(path)
 
-    async def begin(self, app: web.Application, reloader: Reloader, stops: asyncio.Queue[None], status: Status) -> None:
+    async def begin(self, app: App, reloader: Reloader, stops: asyncio.Queue[None], status: Status) -> None:
         self._app, self._reloader, self._status = app, reloader, status
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -80,13 +81,13 @@ class Alone:
         return [self._status.told()]
 
     async def run(self) -> None:
-        faults = self._app[FAULTS]
+        faults = self._app.faults
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(faults.keep_up("reload", self._reloader.run))
             tasks.create_task(faults.keep_up("reload", partial(self._file.run, self._changed)))
 
     def _changed(self) -> None:
-        if self._app[FRONT].plan.config.config.watch:
+        if self._app.front.plan.config.config.watch:
             self._reloader.ask()
 
     async def end(self) -> None:
@@ -103,23 +104,21 @@ async def serve(config: Config, path: str, steering: Steering) -> None:
     app = build(config)
     reloader = Reloader(app, partial(load, path, os.environ))
     await steering.begin(app, reloader, stops, Status(app, reloader, path))
-    front, server = app[FRONT], config.server
-    runner = Runner(app, server.max_header_size)
-    await runner.setup()
-    extra: web.AppRunner | None = None
-    try:
-        extra = await _metrics_site(config, front, steering, _tls(app, 1))
-        await _listen(runner, server.listen_addr, _tls(app, 0), steering.shares_port, backlog=2048)
-        await steering.listening([f"{host}:{port}" for host, port, *_ in runner.addresses])
+    shared, (tls, metrics_tls) = steering.shares_port, map(_context, app.certificates)
+    async with AsyncExitStack() as stack:
+        metrics = _metrics_server(config, app.front, steering)
+        stack.push_async_callback(metrics.close)
+        await stack.enter_async_context(app.running())
+        address = config.server.listen_addr
+        if (port := config.server.metrics_port) is not None and port > 0:
+            await metrics.listen(address.host, port, metrics_tls, shared=shared)
+        await app.server.listen(address.host, address.port, tls, backlog=2048, shared=shared)
+        await steering.listening(app.server.addresses)
         _spare_the_collector()
         async with asyncio.TaskGroup() as tasks:
             steered = tasks.create_task(steering.run())
-            await _until_stopped(front, stops)
+            await _until_stopped(app.front, stops)
             steered.cancel()
-    finally:
-        await runner.cleanup()
-        if extra is not None:
-            await extra.cleanup()
     await steering.end()
 
 
@@ -130,36 +129,16 @@ def _spare_the_collector() -> None:
     gc.set_threshold(10_000, 10, 10)
 
 
-async def _listen(
-    runner: web.AppRunner, at: ListenAddr, tls: ssl.SSLContext | None, shared: bool, backlog: int = 128
-) -> None:
-    site = web.TCPSite(runner, at.host, at.port, backlog=backlog, ssl_context=tls, reuse_port=shared or None)
-    await site.start()
-
-
-def _tls(app: web.Application, port: int) -> ssl.SSLContext | None:
-    certificate = app[CERTIFICATES][port]
+def _context(certificate: Certificate | None) -> ssl.SSLContext | None:
     return None if certificate is None else certificate.context
 
 
-async def _metrics_site(
-    config: Config, front: Front, steering: Steering, tls: ssl.SSLContext | None
-) -> web.AppRunner | None:
-    port = config.server.metrics_port
-    if port is None or port <= 0:
-        return None
-    app = web.Application()
-    app.add_routes([web.get("/metrics", front.metrics_page)])
+def _metrics_server(config: Config, front: Front, steering: Steering) -> Server:
+    """Return what answers on the metrics' own port."""
+    routes: dict[str, dict[str, Handler]] = {"/metrics": {"GET": front.metrics_page}}
     if config.server.shows_status:
-        app.add_routes(Pages(steering.statuses, config.server.workers).routes())
-    runner = web.AppRunner(app, access_log=None, handle_signals=False)
-    await runner.setup()
-    try:
-        await _listen(runner, ListenAddr(config.server.listen_addr.host, port), tls, steering.shares_port)
-    except OSError:
-        await runner.cleanup()
-        raise
-    return runner
+        routes |= Pages(steering.statuses, config.server.workers).routes()
+    return Server(routes)
 
 
 async def _until_stopped(front: Front, stops: asyncio.Queue[None]) -> None:

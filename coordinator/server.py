@@ -10,17 +10,14 @@ import asyncio
 from functools import partial
 from typing import TYPE_CHECKING
 
-from aiohttp import web
-from aiohttp.http import HttpVersion11
-
 from coordinator.context import RequestContext
 from coordinator.headers import leg_id, request_id, upstream_headers
-from coordinator.intake import header_pairs, single
-from coordinator.listener import stalled
+from coordinator.http.server import text
+from coordinator.intake import single
 from coordinator.logs import log
 from coordinator.outcome import Outcome
 from coordinator.questions import COUNT_TOKENS_PATH
-from coordinator.respond import Exchange, refuse
+from coordinator.respond import Exchange, refuse, write_whole
 from envelope.client_request import check
 from envelope.errors import (
     ApiError,
@@ -37,6 +34,8 @@ if TYPE_CHECKING:
 
     from coordinator.admission import Permit
     from coordinator.context import Headers
+    from coordinator.http.request import Request
+    from coordinator.http.server import Handler
     from coordinator.metrics import Metrics
     from coordinator.outcome import Recorder
     from coordinator.passage import Passage
@@ -81,26 +80,24 @@ class Front:
         self.idle = asyncio.Event()
         self.idle.set()
 
-    def routes(self, *, metrics: bool) -> list[web.RouteDef]:
-        """Return the routes; ``metrics`` says whether /metrics is on this port."""
-        posts = [web.post(PATHS[api], self._handler(api), expect_handler=self._expect) for api in self._apis]
-        others = [
-            web.post(COUNT_TOKENS_PATH, self._count_tokens, expect_handler=self._expect),
-            web.get("/v1/models", self._list_models),
-            web.get("/healthz", self._healthz),
-            web.get("/health", self._healthz),  # where clients of vLLM look, load tools among them
-            web.get("/readyz", self._readyz),
-        ]
-        passed = [web.route(route.method, route.path, self._pass_on) for route in self._proxied]
-        return [*posts, *others, *passed, *([web.get("/metrics", self._guarded_metrics)] if metrics else [])]
+    def routes(self, *, metrics: bool) -> dict[str, dict[str, Handler]]:
+        """Return the routes by path and method; ``metrics`` says whether /metrics is on this port."""
+        routes: dict[str, dict[str, Handler]] = {
+            COUNT_TOKENS_PATH: {"POST": self._count_tokens},
+            "/v1/models": {"GET": self._list_models},
+            "/healthz": {"GET": self._healthz},
+            "/health": {"GET": self._healthz},  # where clients of vLLM look, load tools among them
+            "/readyz": {"GET": self._readyz},
+        }
+        for api in self._apis:
+            routes[PATHS[api]] = {"POST": partial(self._answer, api)}
+        for route in self._proxied:
+            routes.setdefault(route.path, {})[route.method] = self._pass_on
+        if metrics:
+            routes["/metrics"] = {"GET": self._guarded_metrics}
+        return routes
 
-    def _handler(self, api: Format) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-        async def handle(request: web.Request) -> web.StreamResponse:
-            return await self._answer(request, api)
-
-        return handle
-
-    async def _answer(self, request: web.Request, api: Format) -> web.StreamResponse:
+    async def _answer(self, api: Format, request: Request) -> None:
         begun, client_id = self._clock(), request_id(request.headers.get("X-Request-Id"))
         ctx: RequestContext | None = None
         plan = self.plan
@@ -108,19 +105,20 @@ class Front:
         self._enter(api, plan)
         try:
             self._check_head(request, plan)
+            self._let_send(request, plan)
             await permit.begin()
             ctx = await self._read(request, api, client_id, plan, outcome.trace)
             ctx.on_late_handover = partial(plan.releaser.release, ctx)
-            return await self._run(request, ctx, permit, outcome, plan)
+            await self._run(request, ctx, permit, outcome, plan)
         except asyncio.CancelledError:
-            gone_as = ClientStalled if stalled(request) else ClientGone
+            gone_as = ClientStalled if request.stalled else ClientGone
             outcome.fail(gone_as("the client left, or took nothing"))
             raise
         except ClientGone as gone:
             outcome.fail(gone)
-            return web.Response(status=gone.status)  # never written: the connection is closed
+            raise
         except Exception as error:
-            return await self._refuse(request, api, client_id, outcome.fail(_told(error, client_id)), plan)
+            await refuse(request, api, client_id, outcome.fail(_told(error, client_id)), plan.manner)
         finally:
             try:
                 if ctx is not None:
@@ -134,8 +132,8 @@ class Front:
                 self._recorder.record(api, client_id, ctx, outcome, self._clock() - begun)
 
     async def _run(
-        self, request: web.Request, ctx: RequestContext, permit: Permit, outcome: Outcome, plan: Plan
-    ) -> web.StreamResponse:
+        self, request: Request, ctx: RequestContext, permit: Permit, outcome: Outcome, plan: Plan
+    ) -> None:
         exchange = Exchange(request, ctx, plan.manner)
         # Before the heart may beat: a comment line would spend the status that a refusal needs.
         await permit.reserve(ctx)
@@ -145,20 +143,11 @@ class Front:
             try:
                 await plan.pipeline.run(ctx)
                 assert ctx.answer is not None
-                result = await exchange.send(ctx.answer)
-                outcome.done(result)
+                outcome.done(await exchange.send(ctx.answer))
             except ClientGone:
                 raise
             except Exception as error:
-                result = outcome.result = await exchange.fail(outcome.fail(_told(error, ctx.request_id)))
-        return result.response
-
-    async def _refuse(
-        self, request: web.Request, api: Format | None, client_id: str, error: ApiError, plan: Plan
-    ) -> web.StreamResponse:
-        if _expects_100(request):  # the body may come or not, so the next request's head cannot be told from it
-            error.headers = {**error.headers, "Connection": "close"}
-        return await refuse(request, api, client_id, error, plan.manner)
+                outcome.result = await exchange.fail(outcome.fail(_told(error, ctx.request_id)))
 
     def _enter(self, route: str, plan: Plan) -> None:
         plan.enter()
@@ -173,7 +162,7 @@ class Front:
             self.idle.set()
         self._metrics.entered(route, -1)
 
-    def _check_head(self, request: web.Request, plan: Plan) -> None:
+    def _check_head(self, request: Request, plan: Plan) -> None:
         """Refuse what can be refused by the head alone, and before any waiting.
 
         Raises:
@@ -184,7 +173,7 @@ class Front:
             raise Unavailable("this coordinator is shutting down; ask again", headers=_DRAINING)
 
     async def _read(
-        self, request: web.Request, api: Format, client_id: str, plan: Plan, trace: Trace
+        self, request: Request, api: Format, client_id: str, plan: Plan, trace: Trace
     ) -> RequestContext:
         routing = {name: value for name in plan.routing_headers if (value := single(request, name)) is not None}
         body = without_transfer_params(check(api, await plan.intake.read_json(request, api)))
@@ -193,72 +182,73 @@ class Front:
             leg_id=leg_id(client_id),
             api=api,
             body=body,
-            headers=trace.carry(upstream_headers(header_pairs(request), plan.drop)),
+            headers=trace.carry(upstream_headers(request.headers.items(), plan.drop)),
             routing=routing,
             stream=bool(body.get("stream")),
             trace=trace,
         )
 
-    async def _expect(self, request: web.Request) -> web.StreamResponse | None:
-        """Answer ``Expect: 100-continue``, unless the head alone is refused: such a body is never sent."""
-        if not _expects_100(request):
-            return None  # RFC 9110, section 10.1.1: an expectation we do not know may be ignored
-        plan = self.plan
-        try:
-            self._check_head(request, plan)
+    def _let_send(self, request: Request, plan: Plan) -> None:
+        """Answer ``Expect: 100-continue``, unless the head alone is refused: such a body is never sent.
+
+        Raises:
+            ApiError
+        """
+        if request.expects_100:
             plan.intake.check_head(request)
             plan.admission.refuse_if_full()
-        except ApiError:
-            return None  # the handler comes to the same end, tells of it, and counts it
-        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        request.writer.output_size = 0  # the answer's head has not been sent yet
-        return None
+            request.response.go_on()
 
-    async def _list_models(self, request: web.Request) -> web.StreamResponse:
+    async def _list_models(self, request: Request) -> None:
         plan = self.plan
-        return await self._question(request, "models", None, plan.questions.models, plan)
+        await self._question(request, "models", None, plan.questions.models, plan)
 
-    async def _count_tokens(self, request: web.Request) -> web.StreamResponse:
+    async def _count_tokens(self, request: Request) -> None:
         plan = self.plan
         permit = plan.admission.permit()
 
         async def count(headers: Headers, client_id: str) -> bytes:
+            self._let_send(request, plan)
             await permit.begin()
             asked = await plan.intake.read_json(request, Format.MESSAGES)
             return await plan.questions.count_tokens(headers, client_id, asked)
 
         try:
-            return await self._question(request, "count_tokens", Format.MESSAGES, count, plan)
+            await self._question(request, "count_tokens", Format.MESSAGES, count, plan)
         finally:
             permit.release()
 
     async def _question(
         self,
-        request: web.Request,
+        request: Request,
         route: str,
         api: Format | None,
         ask: Callable[[Headers, str], Awaitable[bytes]],
         plan: Plan,
-    ) -> web.StreamResponse:
+    ) -> None:
         begun, client_id = self._clock(), request_id(request.headers.get("X-Request-Id"))
         outcome = self._recorder.begin(request)
         self._enter(route, plan)
         try:
             self._check_head(request, plan)
-            headers = outcome.trace.carry(upstream_headers(header_pairs(request), plan.drop))
+            headers = outcome.trace.carry(upstream_headers(request.headers.items(), plan.drop))
             body = await ask(headers, client_id)
+            ours = [("Content-Type", "application/json"), ("X-Request-Id", client_id)]
+            await write_whole(request, 200, ours, body, plan.manner)
             outcome.status, outcome.word = 200, "ok"
-            return web.Response(body=body, content_type="application/json", headers={"X-Request-Id": client_id})
         except asyncio.CancelledError:
             outcome.fail(ClientGone("the client left"))
             raise
+        except ClientGone as gone:
+            outcome.fail(gone)
+            raise
         except Exception as error:
-            return await self._refuse(request, api, client_id, outcome.fail(_told(error, client_id)), plan)
+            await refuse(request, api, client_id, outcome.fail(_told(error, client_id)), plan.manner)
         finally:
             self._leave(route, plan)
             self._recorder.record(route, client_id, None, outcome, self._clock() - begun)
 
-    async def _pass_on(self, request: web.Request) -> web.StreamResponse:
+    async def _pass_on(self, request: Request) -> None:
         """Answer by a route of the local worker."""
         begun, client_id = self._clock(), request_id(request.headers.get("X-Request-Id"))
         assert self._passage is not None
@@ -269,9 +259,10 @@ class Front:
             self._check_head(request, plan)
             if request.method == "POST":  # the others look, and cost nothing
                 await permit.begin()
-            response, outcome.word = await self._passage.pass_on(request, plan, client_id)
-            outcome.status = response.status
-            return response
+            if request.expects_100:
+                request.response.go_on()
+            outcome.word = await self._passage.pass_on(request, plan, client_id)
+            outcome.status = request.response.status
         except asyncio.CancelledError:
             outcome.fail(ClientGone("the client left"))
             raise
@@ -280,16 +271,16 @@ class Front:
             outcome.fail(gone)
             raise gone from error
         except Exception as error:
-            return await self._refuse(request, None, client_id, outcome.fail(_told(error, client_id)), plan)
+            await refuse(request, None, client_id, outcome.fail(_told(error, client_id)), plan.manner)
         finally:
             permit.release()
             self._leave("proxied", plan)
             self._recorder.record("proxied", client_id, None, outcome, self._clock() - begun)
 
-    async def _healthz(self, request: web.Request) -> web.StreamResponse:
-        return web.Response(text="ok\n")
+    async def _healthz(self, request: Request) -> None:
+        text(request, 200, "ok\n")
 
-    async def _readyz(self, request: web.Request) -> web.StreamResponse:
+    async def _readyz(self, request: Request) -> None:
         """Say whether requests can be served, and why not: to those with a key, where there are keys.
 
         Problems name workers by their addresses, and a probe goes by the status alone.
@@ -300,33 +291,35 @@ class Front:
             problems = ["not ready; the log says why, and so does this page to those who send a key"]
         notes = readiness.notes() if trusted else ()
         lines = problems or ("ok", *notes)
-        return web.Response(status=503 if problems else 200, text="".join(f"{line}\n" for line in lines))
+        text(request, 503 if problems else 200, "".join(f"{line}\n" for line in lines))
 
-    def _has_key(self, request: web.Request) -> bool:
+    def _has_key(self, request: Request) -> bool:
         try:
             self.plan.check_key(request.headers)
         except ApiError:
             return False
         return True
 
-    async def _guarded_metrics(self, request: web.Request) -> web.StreamResponse:
+    async def _guarded_metrics(self, request: Request) -> None:
         """Answer /metrics on the main port, where clients are: they tell of everybody's load."""
         plan = self.plan
         try:
             plan.check_key(request.headers)
         except ApiError as error:
-            return await refuse(request, None, request_id(request.headers.get("X-Request-Id")), error, plan.manner)
-        return await self.metrics_page(request)
+            await refuse(request, None, request_id(request.headers.get("X-Request-Id")), error, plan.manner)
+            return
+        await self.metrics_page(request)
 
     async def _own_page(self) -> tuple[bytes, str]:
         return self._metrics.page()
 
-    async def metrics_page(self, request: web.Request) -> web.StreamResponse:
+    async def metrics_page(self, request: Request) -> None:
         try:
             body, content_type = await self.page()
         except TimeoutError:
-            return web.Response(status=503, text="the supervisor of this process does not answer\n")
-        return web.Response(body=body, headers={"Content-Type": content_type})
+            text(request, 503, "the supervisor of this process does not answer\n")
+            return
+        await write_whole(request, 200, [("Content-Type", content_type)], body, self.plan.manner)
 
 
 def _told(error: Exception, client_id: str) -> ApiError:
@@ -338,8 +331,3 @@ def _told(error: Exception, client_id: str) -> ApiError:
 
 
 _DRAINING = {"Retry-After": "1", "Connection": "close"}
-
-
-def _expects_100(request: web.Request) -> bool:
-    # RFC 9110, section 10.1.1: HTTP/1.0 knows no interim answers, and a client of it would take one for the answer.
-    return request.version >= HttpVersion11 and request.headers.get("Expect", "").lower() == "100-continue"

@@ -19,6 +19,11 @@ JSONDecodeError = json.JSONDecodeError  # orjson's own error is a subclass
 _BEYOND_64_BITS = float(2**63)
 _SHORT_LIST = 64
 _TEXT = {str}
+
+# In a text of so many bytes it is cheaper to look for a number of as many digits than to look at every value.
+_SHORT_TEXT = 4096
+_DIGITS_AS_ZEROS = bytes(ord("0" if chr(byte).isdecimal() else " ") for byte in range(128)) + b" " * 128
+_LONG_NUMBER = b"0" * len(str(2**63))
 _MAX_DEPTH = 250  # orjson writes 254 levels, and a leg may hold a client's object a little deeper
 
 
@@ -32,7 +37,7 @@ def loads(raw: bytes | bytearray | memoryview | str, *, depth: int = 0) -> Any:
         JSONDecodeError: not JSON, not UTF-8, or nested deeper than 250 levels.
     """
     value = orjson.loads(raw)
-    if _has_huge_float(value, depth):
+    if not _plain(raw, depth) and _has_huge_float(value, depth):
         return json.loads(bytes(raw) if isinstance(raw, memoryview) else raw)
     return value
 
@@ -69,6 +74,16 @@ def _text_of(value: Any) -> orjson.Fragment:
     if not isinstance(raw := getattr(value, "raw", None), bytes):
         raise TypeError
     return orjson.Fragment(raw)
+
+
+def _plain(raw: bytes | bytearray | memoryview | str, depth: int) -> bool:
+    """Say whether a text can be seen to have no number beyond 64 bits, and too few brackets to be nested too deeply."""
+    return (
+        isinstance(raw, bytes)
+        and len(raw) <= _SHORT_TEXT
+        and depth + raw.count(b"[") + raw.count(b"{") <= _MAX_DEPTH
+        and _LONG_NUMBER not in raw.translate(_DIGITS_AS_ZEROS)
+    )
 
 
 def _has_huge_float(value: Any, depth: int = 0) -> bool:

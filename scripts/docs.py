@@ -37,7 +37,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "credentials",
     ),
     "front": _ours(
-        *("server", "listener", "intake", "questions", "respond", "relay", "plan", "outcome"),
+        *("server", "http*", "intake", "questions", "respond", "relay", "plan", "outcome"),
         "telemetry.server_timing",
     ),
     "upstream": _ours("upstream", "call", "wire", "telemetry.attempt", "retry", "health", "release", "fetch"),
@@ -54,7 +54,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
 _OF_UNLISTED = ("wiring", "front", "upstream", "routing", "config", "core")
 SAYS = {
     "wiring": "wiring: app, cli, registry, rules",
-    "front": "front: server, listener, respond, relay",
+    "front": "front: http, server, respond, relay",
     "upstream": "upstream: legs, health, release",
     "routing": "routing: which worker",
     "config": "config: one file as models",

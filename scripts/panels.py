@@ -19,11 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import matplotlib
-from aiohttp import web
 
-from coordinator.app import FRONT, build
+from coordinator.app import build
 from coordinator.config import Config
-from coordinator.listener import Runner
 from coordinator.sim import Canned, Fault, SimFleet
 from scripts.dashboard import PANELS, Panel
 from scripts.promql import Scrapes
@@ -53,26 +51,26 @@ def main() -> None:
 
 async def record() -> list[tuple[float, str]]:
     async with SimFleet(prefills=2, decodes=3) as fleet:
-        runner = Runner(app := build(_config(fleet)), 32768)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        url = "http://{}:{}".format(*runner.addresses[0][:2])
-        await app[FRONT].plan.readiness.until_ready()
-        for worker in fleet.decodes:
-            worker.behave.fault = Fault(itl_s=0.02)
-        pages: list[tuple[float, str]] = []
-        try:
-            async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as tasks:
-                tasks.create_task(_trouble(fleet))
-                traffic = tasks.create_task(_traffic(session, url, tasks))
-                begun = time.monotonic()
-                while (now := time.monotonic() - begun) < _LASTS_S:
-                    async with session.get(f"{url}/metrics") as page:
-                        pages.append((round(now, 3), await page.text()))
-                    await asyncio.sleep(_SCRAPE_S)
-                traffic.cancel()
-        finally:
-            await runner.cleanup()
+        app = build(_config(fleet))
+        async with app.running():
+            await app.server.listen("127.0.0.1", 0)
+            await app.front.plan.readiness.until_ready()
+            for worker in fleet.decodes:
+                worker.behave.fault = Fault(itl_s=0.02)
+            return await _scraped(fleet, f"http://{app.server.addresses[0]}")
+
+
+async def _scraped(fleet: SimFleet, url: str) -> list[tuple[float, str]]:
+    pages: list[tuple[float, str]] = []
+    async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as tasks:
+        tasks.create_task(_trouble(fleet))
+        traffic = tasks.create_task(_traffic(session, url, tasks))
+        begun = time.monotonic()
+        while (now := time.monotonic() - begun) < _LASTS_S:
+            async with session.get(f"{url}/metrics") as page:
+                pages.append((round(now, 3), await page.text()))
+            await asyncio.sleep(_SCRAPE_S)
+        traffic.cancel()
     return pages
 
 

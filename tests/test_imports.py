@@ -59,7 +59,7 @@ PLAIN_TOLD = tuple(f"coordinator.telemetry.{name}" for name in ("pace", "redact"
 CORE = (*CONTRACT, *(f"coordinator.{name}" for name in PLAIN), *PLAIN_TOLD)
 WIRED = (
     "capability",
-    *("fetch", "release", "retry", "upstream", "call", "relay", "server", "intake", "listener", "respond", "health"),
+    *("fetch", "release", "retry", "upstream", "call", "relay", "server", "intake", "respond", "health"),
     *("questions", "passage", "wire", "bootstrap", "outcome", "plan"),
 )
 TOLD = ("attempt", "model_names", "recent", "server_timing", "tracing")
@@ -68,6 +68,7 @@ IO = (
     *family("coordinator.routing"),
     *(f"coordinator.{name}" for name in WIRED),
     *(f"coordinator.telemetry.{name}" for name in TOLD),
+    *family("coordinator.http"),
 )
 SECTIONS = ("config", "pools", "proxied", "lookup", "section", "environment", "problems", "yaml_file")
 CONFIG = tuple(f"coordinator.{name}" for name in SECTIONS)

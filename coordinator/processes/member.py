@@ -6,7 +6,6 @@ import asyncio
 import signal
 from typing import TYPE_CHECKING, Any
 
-from coordinator.app import FAULTS, FRONT, METRICS
 from coordinator.logs import log
 from coordinator.processes.channel import COUNTS, STATUS, Channel
 from coordinator.processes.totals import families, page
@@ -15,8 +14,7 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Sequence
 
-    from aiohttp import web
-
+    from coordinator.app import App
     from coordinator.config import Config
     from coordinator.reload import Reloader
     from coordinator.telemetry.status import Status, Told
@@ -39,18 +37,18 @@ class Member:
         self._drains = False
         self._configs: asyncio.Queue[Config] = asyncio.Queue()
 
-    async def begin(self, app: web.Application, reloader: Reloader, stops: asyncio.Queue[None], status: Status) -> None:
+    async def begin(self, app: App, reloader: Reloader, stops: asyncio.Queue[None], status: Status) -> None:
         self._app, self._reloader, self._stops, self._status = app, reloader, stops, status
         # More than one may come, as from systemd to each process and from the supervisor: to drain is all they mean.
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._drain)
         self._channel = await Channel.open(self._end)
-        app[FRONT].page = self._page
+        app.front.page = self._page
 
     async def listening(self, addresses: Sequence[str]) -> None:
         await self._channel.send("listening", tuple(addresses))
 
     async def run(self) -> None:
-        faults = self._app[FAULTS]
+        faults = self._app.faults
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(faults.keep_up("reload", self._apply))
             await faults.keep_up("supervisor", self._obey)
@@ -86,7 +84,7 @@ class Member:
         await self._tell(COUNTS)
 
     async def _tell(self, subject: str) -> None:
-        told = families(self._app[METRICS].registry) if subject == COUNTS else self._status.told()
+        told = families(self._app.metrics.registry) if subject == COUNTS else self._status.told()
         await self._channel.send("told", (subject, told))
 
     async def _page(self) -> tuple[bytes, str]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -37,7 +37,7 @@ from envelope.formats import Format
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
 
-    from multidict import CIMultiDictProxy
+    from multidict import CIMultiDict
     from opentelemetry.context import Context
     from opentelemetry.trace import Tracer
 
@@ -86,16 +86,19 @@ class OtelTracing:
         if self._exporter is not None:
             self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
 
-    def begin(self, method: str, path: str, headers: CIMultiDictProxy[str]) -> OtelTrace:
+    def begin(self, method: str, path: str, headers: CIMultiDict[str]) -> OtelTrace:
         attributes = {"http.request.method": method, "http.route": path, "url.path": path}
         span = self._tracer.start_span(f"{method} {path}", _parent(headers), SpanKind.SERVER, attributes)
         return OtelTrace(self._tracer, span)
 
-    async def running(self, app: object) -> AsyncIterator[None]:
-        """Export as long as an application runs; one of its ``cleanup_ctx``."""
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Export meanwhile."""
         self.start()
-        yield
-        await self.close()
+        try:
+            yield
+        finally:
+            await self.close()
 
     async def close(self) -> None:
         """Send what there is, if a collector takes it in time; never longer."""
@@ -172,7 +175,7 @@ def _exporter(environ: Mapping[str, str]) -> SpanExporter | None:
     return None if chosen == "none" else OTLPSpanExporter()
 
 
-def _parent(headers: CIMultiDictProxy[str]) -> Context | None:
+def _parent(headers: CIMultiDict[str]) -> Context | None:
     """Return a client's span, or None where it sent none that is valid, or several."""
     values = headers.getall(TRACEPARENT, [])
     if len(values) != 1 or not valid(values[0]):

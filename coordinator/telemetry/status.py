@@ -16,9 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aiohttp import web
-
-from coordinator.app import FRONT, METRICS, RECENT
+from coordinator.http.server import text
 from coordinator.planning import SERVED
 from coordinator.routing.gateway import GatewayRouter
 from coordinator.routing.pool import PoolRouter
@@ -30,7 +28,10 @@ from envelope.json_codec import dumps
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
 
+    from coordinator.app import App
     from coordinator.config import Config
+    from coordinator.http.request import Request
+    from coordinator.http.server import Handler
     from coordinator.plan import Plan
     from coordinator.reload import Reloader
     from coordinator.routing.router import Router, Worker
@@ -50,7 +51,7 @@ class Status:
         file: where the configuration came from.
     """
 
-    def __init__(self, app: web.Application, reloader: Reloader, file: str) -> None:
+    def __init__(self, app: App, reloader: Reloader, file: str) -> None:
         self._app = app
         self._reloader = reloader
         self._file = file
@@ -58,7 +59,7 @@ class Status:
         self._began = time.time()
 
     def told(self) -> Told:
-        front, plan = self._app[FRONT], self._app[FRONT].plan
+        front, plan = self._app.front, self._app.front.plan
         problems = ["shutting down"] if front.draining else plan.readiness.problems()
         return {
             "version": self._version,
@@ -69,12 +70,12 @@ class Status:
             "in_flight": front.in_flight,
             "queued": plan.admission.waiting,
             "outcomes": self._outcomes(),
-            "requests": self._app[RECENT].shown(),
+            "requests": self._app.recent.shown(),
         }
 
     def _outcomes(self) -> dict[str, int]:
         found: Counter[str] = Counter()
-        for family in self._app[METRICS].requests.collect():
+        for family in self._app.metrics.requests.collect():
             for sample in family.samples:
                 if sample.name.endswith("_total"):
                     found[sample.labels["outcome"]] += int(sample.value)
@@ -180,28 +181,25 @@ class Pages:
         self._gather = gather
         self._processes = processes
 
-    def routes(self) -> list[web.RouteDef]:
-        return [web.get("/status", self._html), web.get("/status.json", self._json)]
+    def routes(self) -> dict[str, dict[str, Handler]]:
+        return {"/status": {"GET": self._html}, "/status.json": {"GET": self._json}}
 
-    async def _html(self, request: web.Request) -> web.StreamResponse:
+    async def _html(self, request: Request) -> None:
         body, policy = page()
-        return web.Response(
-            body=body,
-            content_type="text/html",
-            charset="utf-8",
-            headers={**_HEADERS, "Content-Security-Policy": policy},
-        )
+        headers = {"Content-Type": "text/html; charset=utf-8", **_HEADERS, "Content-Security-Policy": policy}
+        request.response.whole(200, headers.items(), body)
 
-    async def _json(self, request: web.Request) -> web.StreamResponse:
+    async def _json(self, request: Request) -> None:
         try:
             told = await self._gather()
         except TimeoutError:
-            return web.Response(status=503, text="the supervisor of this process does not answer\n")
+            text(request, 503, "the supervisor of this process does not answer\n")
+            return
         if not told:  # each has more to do than it can just now
-            return web.Response(status=503, text="no process told of itself in time\n")
-        return web.Response(
-            body=dumps(together(told, self._processes)), content_type="application/json", headers=_HEADERS
-        )
+            text(request, 503, "no process told of itself in time\n")
+            return
+        headers = {"Content-Type": "application/json", **_HEADERS}
+        request.response.whole(200, headers.items(), dumps(together(told, self._processes)))
 
 
 _HEADERS: Mapping[str, str] = {

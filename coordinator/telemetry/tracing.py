@@ -17,7 +17,7 @@ import re
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from multidict import CIMultiDictProxy
+    from multidict import CIMultiDict
 
     from coordinator.context import Attempt, Headers, RequestContext
     from coordinator.outcome import Outcome
@@ -66,7 +66,7 @@ class Trace(Protocol):
 class Tracing(Protocol):
     """Begins a trace with every request."""
 
-    def begin(self, method: str, path: str, headers: CIMultiDictProxy[str]) -> Trace:
+    def begin(self, method: str, path: str, headers: CIMultiDict[str]) -> Trace:
         """Begin a request's trace; ``path`` is a route's, and has nothing of a client's in it."""
 
 
@@ -84,7 +84,7 @@ UNTOLD = _Leg()
 class Passing:
     """Passes trace context on, and tells nobody of anything. Implements ``Tracing`` and ``Trace``."""
 
-    def begin(self, method: str, path: str, headers: CIMultiDictProxy[str]) -> Passing:
+    def begin(self, method: str, path: str, headers: CIMultiDict[str]) -> Passing:
         return self if TRACEPARENT in headers or TRACESTATE in headers or BAGGAGE in headers else _BARE
 
     def carry(self, headers: Headers) -> Headers:

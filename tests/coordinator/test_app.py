@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.app import FRONT, build
+from coordinator.app import build
 from coordinator.config import load
 from coordinator.problems import ConfigError
 
@@ -20,7 +20,7 @@ NEED = {
 
 @pytest.mark.parametrize("file", [file for file in FILES if file.name not in NEED], ids=lambda file: file.name)
 def test_a_shipped_configuration_becomes_an_application(file: Path) -> None:
-    assert build(load(str(file), {}))[FRONT].plan.config.pipeline.steps
+    assert build(load(str(file), {})).front.plan.config.pipeline.steps
 
 
 @pytest.mark.parametrize("name", NEED)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from coordinator import background
-from coordinator.app import FAULTS, build
+from coordinator.app import build
 from coordinator.background import wait_s
 from coordinator.config import Config
 from coordinator.processes.member import Member
@@ -105,7 +105,7 @@ async def test_a_process_goes_on_whatever_fails_in_its_steering(
     waits: list[int], monkeypatch: pytest.MonkeyPatch, steering: str, parts: tuple[str, str]
 ) -> None:
     app, faults = build(Config.model_validate(CONFIG)), FaultsTold()
-    app[FAULTS] = faults
+    app.faults = faults  # type: ignore[assignment]
     made = Alone("/no/such") if steering == "alone" else Member(None)  # type: ignore[arg-type]
     monkeypatch.setattr(made, "_app", app, raising=False)
     for part in parts:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from coordinator.relay import ClientSink, pump
+from coordinator.relay import pump
 from envelope.errors import LegFailed
 
 if TYPE_CHECKING:
@@ -124,73 +123,3 @@ async def test_a_client_who_is_gone_stops_the_reading() -> None:
     with pytest.raises(ConnectionError):
         await pumped(b"a", b"b", log=log, sink=ConnectionResetError())
     assert log == ["read"]
-
-
-class Transport:
-    """A client's transport, with so many bytes that it has yet to take."""
-
-    def __init__(self) -> None:
-        self.waiting, self.closing = 0, False
-        self.written: list[bytes] = []
-
-    def is_closing(self) -> bool:
-        return self.closing
-
-    def write(self, data: bytes) -> None:
-        self.written.append(data)
-
-    def get_write_buffer_size(self) -> int:
-        return self.waiting
-
-
-class Writer:
-    """aiohttp's writer of one answer, as far as a sink goes past it."""
-
-    output_size = 0
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-
-    def send_headers(self) -> None:
-        self.calls.append("headers")
-
-    async def drain(self) -> None:
-        self.calls.append("drain")
-
-
-def client(*, chunked: bool = True) -> tuple[ClientSink, Transport, Writer]:
-    transport, writer = Transport(), Writer()
-    request = SimpleNamespace(transport=transport, writer=writer)
-    response = SimpleNamespace(headers={"Transfer-Encoding": "chunked"} if chunked else {})
-    return ClientSink(request, response), transport, writer  # type: ignore[arg-type]
-
-
-async def test_a_client_is_written_whole_chunks_and_what_is_written_is_counted() -> None:
-    sink, transport, writer = client()
-    assert sink.put(b"x" * 17)
-    assert transport.written == [b"11\r\n" + b"x" * 17 + b"\r\n"]
-    assert (writer.output_size, writer.calls) == (23, ["headers"])
-
-
-async def test_a_client_of_http_1_0_is_written_bytes_until_the_end() -> None:
-    sink, transport, _ = client(chunked=False)
-    assert sink.put(b"x")
-    assert transport.written == [b"x"]
-
-
-async def test_a_client_that_is_behind_is_waited_for() -> None:
-    sink, transport, writer = client()
-    transport.waiting = 64 * 1024
-    assert not sink.put(b"x")
-    await sink.drain()
-    assert writer.calls[-1] == "drain"
-
-
-async def test_a_client_that_is_gone_is_written_nothing() -> None:
-    sink, transport, _ = client()
-    transport.closing = True
-    with pytest.raises(ConnectionError):
-        sink.put(b"x")
-    assert transport.written == []
-    with pytest.raises(ConnectionError):
-        ClientSink(SimpleNamespace(transport=None), SimpleNamespace(headers={}))  # type: ignore[arg-type]

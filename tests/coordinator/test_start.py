@@ -51,7 +51,7 @@ def imported(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def test_serving_is_what_was_started(imported: list[str]) -> None:
-    assert {"coordinator.serve", "coordinator.app", "aiohttp.web", "steps.decode"} <= set(imported)
+    assert {"coordinator.serve", "coordinator.app", "coordinator.http.server", "steps.decode"} <= set(imported)
 
 
 @pytest.mark.parametrize("purpose", HEAVY)

@@ -9,6 +9,7 @@ from coordinator.sim import probes
 
 if TYPE_CHECKING:
     from coordinator.context import RequestContext
+    from coordinator.http.request import Request
     from coordinator.sim import SimWorker
     from coordinator.step import Upstream
     from tests.flows.client import Got, Live
@@ -58,10 +59,12 @@ class Cancelling:
     def __init__(self, at: Running) -> None:
         self.turns = 0
         self.reached = False
-        self._answer = at.front._answer
-        at.front._answer = self._cancelled  # type: ignore[method-assign]
+        self._answer = at.app.server.answer
+        at.app.server.answer = self._cancelled  # type: ignore[method-assign]
 
-    async def _cancelled(self, *args: Any) -> Any:
+    async def _cancelled(self, request: Request) -> None:
+        if request.method != "POST":
+            return await self._answer(request)
         task = asyncio.current_task()
         assert task is not None
         self.reached = answered = False
@@ -77,7 +80,7 @@ class Cancelling:
 
         turn(self.turns)
         try:
-            return await self._answer(*args)
+            return await self._answer(request)
         finally:
             answered = True
 

@@ -15,14 +15,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from aiohttp import web
 from prometheus_client.parser import text_string_to_metric_families
 
 from coordinator import release
-from coordinator.app import FRONT, build
+from coordinator.app import App, build
 from coordinator.capability import MODE_QUESTION
 from coordinator.config import Config
-from coordinator.listener import Runner
 from coordinator.sim import Received, SimFleet, SimWorker
 from tests.bounds import HANG_S
 from tests.flows.client import Got, exchange
@@ -52,13 +50,12 @@ class Running:
         front: what answers the requests.
     """
 
-    def __init__(self, runner: Runner, app: web.Application, config: Config) -> None:
-        host, port, *_ = runner.addresses[0]
-        url = f"http://{host}:{port}"
-        self._runner = runner
+    def __init__(self, app: App, config: Config, stop: Callable[[], Awaitable[None]]) -> None:
+        self.app = app
+        self.stop = stop
         self.config = config
-        self.url = url
-        self.front = app[FRONT]
+        self.url = f"http://{app.server.addresses[0]}"
+        self.front = app.front
         self.upstream = self.front.plan.upstream
 
     def open(self, path: str, body: Any = None, **options: Any) -> Any:
@@ -102,9 +99,7 @@ class Running:
 
     def unsent(self) -> int:
         """Return how many bytes wait in memory for clients to take them."""
-        assert self._runner.server is not None
-        transports = [protocol.transport for protocol in self._runner.server.connections]
-        return sum(transport.get_write_buffer_size() for transport in transports if transport is not None)
+        return sum(connection.unsent for connection in self.app.server.connections)
 
     def _legs(self) -> dict[str, int]:
         legs: dict[str, int] = {}
@@ -265,14 +260,13 @@ def hasty_release(monkeypatch: pytest.MonkeyPatch) -> None:
 async def listening(stack: AsyncExitStack, config: Config, *, ready: bool = True) -> Running:
     """Start the coordinator of a configuration, which ends with the stack; ``ready`` waits until it is."""
     app = build(config)
-    runner = Runner(app, config.server.max_header_size)
-    await runner.setup()
-    stack.push_async_callback(runner.cleanup)
-    await web.TCPSite(runner, "127.0.0.1", 0, backlog=2048).start()
+    own = await stack.enter_async_context(AsyncExitStack())
+    await own.enter_async_context(app.running())
+    await app.server.listen("127.0.0.1", 0, backlog=2048)
     if ready:
         async with asyncio.timeout(HANG_S):
-            await app[FRONT].plan.readiness.until_ready()
-    return Running(runner, app, config)
+            await app.front.plan.readiness.until_ready()
+    return Running(app, config, own.aclose)
 
 
 @pytest.fixture

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
-from aiohttp import web
+from contextlib import AsyncExitStack
 
-from coordinator.app import FRONT, METRICS, PLANS, WATCH, build
+import pytest
+
+from coordinator.app import build
 from coordinator.background import Background
 from coordinator.config import Config
-from coordinator.listener import Runner
 from tests.flows.conftest import config_tree
 
 
@@ -22,38 +22,36 @@ async def all_broken(stack, fleet, monkeypatch):
     monkeypatch.setattr("coordinator.background._FIRST_WAIT_S", 0.001)
     changes = {"pools": {"prefill": {"policy": "load_aware"}}}
     app = build(Config.model_validate(config_tree(fleet, "openai", {}, changes)))
-    plan = app[FRONT].plan
+    plan = app.front.plan
     plan.background = tuple(Background(task, broken) for task, _ in plan.background)
-    monkeypatch.setattr(app[WATCH], "run", broken)
-    runner = Runner(app, 8192)
-    await runner.setup()
-    stack.push_async_callback(runner.cleanup)
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    return runner, app
+    monkeypatch.setattr(app.watch, "run", broken)
+    own = await stack.enter_async_context(AsyncExitStack())
+    await own.enter_async_context(app.running())
+    await app.server.listen("127.0.0.1", 0)
+    return own, app
 
 
 async def test_requests_go_on_whatever_fails_beside_them(all_broken, dial, ask, eventually):
-    runner, app = all_broken
+    own, app = all_broken
 
     def failed(task):
-        return app[METRICS].registry.get_sample_value("coordinator_background_faults_total", {"task": task})
+        return app.metrics.registry.get_sample_value("coordinator_background_faults_total", {"task": task})
 
-    tasks = {task for task, _ in app[FRONT].plan.background}
+    tasks = {task for task, _ in app.front.plan.background}
     assert tasks == {"keys", "probes", "models", "load"}
     for task in (*tasks, "certificates"):
         await eventually(lambda task=task: (failed(task) or 0) >= 3)
-    host, port, *_ = runner.addresses[0]
-    async with dial(f"http://{host}:{port}", "/v1/chat/completions", ask("Say hello.")) as live:
+    async with dial(f"http://{app.server.addresses[0]}", "/v1/chat/completions", ask("Say hello.")) as live:
         await live.head()
         assert (await live.rest()).status == 200
-    await runner.cleanup()
+    await own.aclose()
 
 
 async def test_a_plan_that_cannot_be_closed_is_told_of_and_others_go_on(coordinator, fleet, monkeypatch, eventually):
     at = await coordinator(fleet)
-    app, before = at._runner.app, at.front.plan
+    app, before = at.app, at.front.plan
     monkeypatch.setattr(before.upstream, "close", broken)
     before.retire()
-    await eventually(lambda: before not in app[PLANS]._running)
+    await eventually(lambda: before not in app.plans._running)
     assert await at.count("coordinator_background_faults_total", task="closing") == 1
     assert (await at.chat()).status == 200

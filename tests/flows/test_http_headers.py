@@ -236,13 +236,12 @@ async def test_what_a_worker_says_of_its_connection_and_framing_is_not_the_clien
         names = [name.lower() for name in got.headers]
         assert got.headers.getall("X-Request-Id") == ["ask-1"]
         assert got.headers.getall("X-Kept") == ["a", "b"]
-        (server,), (date,) = got.headers.getall("Server"), got.headers.getall("Date")
-        assert "uvicorn" not in server
+        (date,) = got.headers.getall("Date")
         assert "1970" not in date
         framing = {"transfer-encoding"} if stream else {"content-length"}
         stream_only = {"cache-control", "x-accel-buffering"} if stream else set()
         assert set(names) - stream_only == {
-            "x-request-id", "x-kept", "x-llm-d-disagg-revision", "server", "date", "content-type", "connection",
+            "x-request-id", "x-kept", "x-llm-d-disagg-revision", "date", "content-type", "connection",
             *framing,
         }  # fmt: skip
         assert got.headers.getall("Connection") == ["close"]  # the client asked for that
@@ -315,4 +314,4 @@ async def test_an_answer_that_a_worker_refused_keeps_the_request_id(coordinator,
         )
         got = await at.chat("Say hello.", ("X-Request-Id", "ask-1"), stream=stream)
         assert (got.status, got.headers.getall("X-Request-Id")) == (400, ["ask-1"])
-        assert len(got.headers.getall("Server")) == 1
+        assert "Server" not in got.headers

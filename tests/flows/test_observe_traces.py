@@ -304,7 +304,7 @@ async def test_a_collector_that_hangs_keeps_no_request_waiting_and_no_process_al
     at = await traced(fleet)
     for _ in range(20):
         assert (await at.chat()).status == 200
-    await at._runner.cleanup()  # ends, though nothing could be sent
+    await at.stop()  # ends, though nothing could be sent
     assert collector.spans == []
     collector.gate.set()
 
@@ -315,7 +315,7 @@ async def test_a_collector_that_is_not_there_does_no_harm(coordinator, fleet, mo
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
     at = await coordinator(fleet, "text", tracing=True)
     assert (await at.chat()).status == 200
-    await at._runner.cleanup()
+    await at.stop()
 
 
 async def test_what_is_left_is_sent_when_the_coordinator_stops(traced, collector, fleet, monkeypatch, excuse):
@@ -324,7 +324,7 @@ async def test_what_is_left_is_sent_when_the_coordinator_stops(traced, collector
     at = await traced(fleet)
     await at.chat()
     assert collector.spans == []
-    await at._runner.cleanup()
+    await at.stop()
     assert (len(collector.requests), len(collector.legs)) == (1, 3)
 
 

@@ -52,13 +52,15 @@ async def test_a_cancel_at_each_await_a_thousand_times_leaves_nothing_behind(
         },
         pipeline={"kv_connector": "kv-shared-storage"},
     )
-    answer, waits, cancelled, most = at.front._answer, 0, 0, {"server": 6, "prefill": 2, "decode": 3}
+    answer, waits, cancelled, most = at.app.server.answer, 0, 0, {"server": 6, "prefill": 2, "decode": 3}
     at_await = 1
 
-    async def stepped(request, api):
+    async def stepped(request):
         nonlocal at_await, waits, cancelled
+        if request.method != "POST":
+            return await answer(request)
         assert all(0 < count <= most[key] for key, count in at.front.plan.admission.held.items())
-        run = Stepped(answer(request, api), at_await)
+        run = Stepped(answer(request), at_await)
         at_await = at_await % (waits + 1) + 1  # 1 to the most that any has waited, and once beyond it
         try:
             return await run
@@ -68,7 +70,7 @@ async def test_a_cancel_at_each_await_a_thousand_times_leaves_nothing_behind(
         finally:
             waits = max(waits, run.waits)
 
-    at.front._answer = stepped
+    at.app.server.answer = stepped
 
     async def ask_and_ask():
         while cancelled < CANCELS / 2:
@@ -76,9 +78,9 @@ async def test_a_cancel_at_each_await_a_thousand_times_leaves_nothing_behind(
                 await at.chat(stream=stream)
 
     await asyncio.gather(*(ask_and_ask() for _ in range(AT_ONCE)))
-    at.front._answer = answer
+    at.app.server.answer = answer
     await eventually(lambda: not at.in_flight())
-    assert waits > 5
+    assert waits > 3
     assert (at.front.plan.admission.held, at.front.plan.admission.waiting) == ({}, 0)
     gauges = await at.metrics()
     assert gauges["coordinator_requests_queued"] == 0

@@ -19,9 +19,8 @@ import yaml
 from aiohttp import web
 
 from coordinator import reload
-from coordinator.app import FRONT, PLANS, build
+from coordinator.app import build
 from coordinator.config import Config, Server, load
-from coordinator.listener import Runner
 from coordinator.problems import ConfigError
 from coordinator.reload import AT_START, FileWatch, Reloader, check
 from coordinator.serve import Alone, serve
@@ -116,7 +115,7 @@ class Served:
     @property
     def plans(self) -> int:
         """How many plans are not over yet."""
-        return len(self.app[PLANS]._running)
+        return len(self.app.plans._running)
 
 
 @pytest.fixture
@@ -125,13 +124,11 @@ def served(stack: AsyncExitStack, tmp_path: Path) -> Callable[[Any], Any]:
         path = tmp_path / "pd.yaml"
         path.write_text(yaml.safe_dump(first))
         app = build(load(str(path), {}))
-        runner = Runner(app, 32768)
-        await runner.setup()
-        stack.push_async_callback(runner.cleanup)
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        at = Served(app, f"http://127.0.0.1:{runner.addresses[0][1]}", path)
+        await stack.enter_async_context(app.running())
+        await app.server.listen("127.0.0.1", 0)
+        at = Served(app, f"http://{app.server.addresses[0]}", path)
         async with asyncio.timeout(HANG_S):
-            await app[FRONT].plan.readiness.until_ready()
+            await app.front.plan.readiness.until_ready()
         return at
 
     return start
@@ -247,10 +244,10 @@ async def test_a_file_that_cannot_be_applied_changes_nothing_and_says_why(
 ) -> None:
     worker = await scripted(scripted.json({"choices": []}))
     at: Served = await served(tree(worker.url))
-    plan = at.app[FRONT].plan
+    plan = at.app.front.plan
     assert await at.reload(change if isinstance(change, str) else merged(tree(worker.url), change)) == "refused"
     assert told in at.reloader.problems[0] and at.reloader.problems[0] in caplog.text
-    assert at.app[FRONT].plan is plan and at.plans == 1
+    assert at.app.front.plan is plan and at.plans == 1
     async with dial(at.url, "/metrics", method="GET") as live:
         await live.head()
         assert 'coordinator_config_reloads_total{result="refused"} 1.0' in (await live.rest()).raw.decode()
@@ -389,4 +386,4 @@ class Steered(Alone):
 
     @property
     def plan(self) -> Plan:
-        return self.app[FRONT].plan
+        return self.app.front.plan

@@ -231,7 +231,7 @@ async def test_a_file_that_is_changed_while_nothing_can_be_looked_up_keeps_the_w
     server = at.config.server.model_copy(update={"queue_size": 7})
     changed = at.config.model_copy(update={"server": server})
     before = at.front.plan
-    assert await Reloader(at._runner.app, lambda: changed).reload() == "applied"
+    assert await Reloader(at.app, lambda: changed).reload() == "applied"
     assert at.front.plan is not before
     assert (await at.chat()).status == 200
     by.fail(False)

@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from coordinator.app import CERTIFICATES, WATCH, build
+from coordinator.app import build
 from coordinator.config import Config, ConfigError
 from tests.bounds import HANG_S
 from tests.flows.conftest import config_tree
@@ -98,22 +98,20 @@ async def test_a_renewed_certificate_is_served_without_a_restart(fleet, folder, 
     """And a connection that is there keeps going: nobody is hung up for a new certificate."""
     tree = config_tree(fleet, "alone", {}, {"server": {"secure_serving": True, "cert_path": folder("rsa")}})
     app = build(Config.model_validate(tree))
-    runner = web.AppRunner(app)
-    await runner.setup()
-    stack.push_async_callback(runner.cleanup)
-    certificate, none = app[CERTIFICATES]
+    await stack.enter_async_context(app.running())
+    certificate, none = app.certificates
     assert none is None
-    await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=certificate.context).start()
-    host, port = runner.addresses[0]
-    url = f"https://{host}:{port}/healthz"
+    await app.server.listen("127.0.0.1", 0, certificate.context)
+    at = f"https://{app.server.addresses[0]}"
+    url = f"{at}/healthz"
     old = trusting("rsa")
     async with aiohttp.ClientSession() as kept:
         for _ in range(2):
             async with kept.get(url, ssl=old) as answer:
                 assert await answer.text() == "ok\n"
             folder("ecdsa")
-            await app[WATCH].look()
-    assert (await get(f"https://{host}:{port}", "/healthz", trusting("ecdsa")))[0] == 200
+            await app.watch.look()
+    assert (await get(at, "/healthz", trusting("ecdsa")))[0] == 200
 
 
 @pytest.fixture

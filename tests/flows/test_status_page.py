@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import pytest
 import yaml
-from aiohttp import web
 
 from coordinator.config import load
+from coordinator.http.response import Response
 from coordinator.serve import Alone, serve
 from coordinator.telemetry.status import Pages, together
+from tests.coordinator.http.peer import Peer, asked
 from tests.flows.browser import CHROMIUM, tab
 from tests.flows.conftest import config_tree
 
@@ -201,14 +202,17 @@ def test_while_a_file_is_rolled_out_each_role_keeps_its_own_workers() -> None:
     assert legs == {"prefill": [9], "decode": [5]}
 
 
-async def test_that_no_process_tells_of_itself_in_time_is_told(aiohttp_client: Any) -> None:
+async def test_that_no_process_tells_of_itself_in_time_is_told() -> None:
     async def nobody() -> Sequence[dict[str, Any]]:
         return []
 
-    app = web.Application()
-    app.add_routes(Pages(nobody, 2).routes())
-    answer = await (await aiohttp_client(app)).get("/status.json")
-    assert (answer.status, await answer.text()) == (503, "no process told of itself in time\n")
+    request = asked((), "GET")
+    request.body.complete = True
+    peer = Peer()
+    request.response = Response(request, peer.connection)
+    await Pages(nobody, 2).routes()["/status.json"]["GET"](request)
+    assert peer.answers == [503]
+    assert peer.transport.written.endswith(b"\r\n\r\nno process told of itself in time\n")
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium here; Debian's package is called chromium")

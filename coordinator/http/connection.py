@@ -1,0 +1,430 @@
+"""One client's connection: its requests are answered one by one, in their order.
+
+A client that takes nothing of what is written to it is hung up, which frees its workers. The clock runs only while
+the transport is over its high-water mark, so a client that keeps up costs nothing, per chunk or otherwise. A head that
+does not come to its end is hung up too, and so is a connection that nobody uses. No connection has a timer of its own:
+the server looks at all of them, now and then.
+
+A client that is answered before its body was read may still be sending: its connection is closed for it to see, and
+what comes until it has seen that is thrown away as it is, neither parsed nor inflated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass
+from math import inf
+from typing import TYPE_CHECKING
+
+import httptools
+from multidict import CIMultiDict
+
+from coordinator.http.request import Request
+from coordinator.http.response import Response
+from envelope.errors import ApiError, BadRequest, HeadersTooLarge, NotSupported
+
+if TYPE_CHECKING:
+    from coordinator.http.server import Server
+
+# Closed with something unread, a connection is reset, and the client may never read its answer. So what still comes is
+# taken for so long in all, or until nothing came for a while. Source: nginx, lingering_close.
+_LINGERS_S = 10.0
+_SILENT_S = 1.0
+
+# A head may be as large as so many of the largest fields, and have so many of any size.
+_LARGEST_FIELDS = 4
+_FIELDS = 128
+
+_FRAMING = ("Content-Length", "Transfer-Encoding")
+_NO_HTTP = "this is no valid HTTP/1.1 request: "
+
+# So many requests may wait behind the one that is being answered, before the client is stopped.
+_WAITING = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long a connection may be of no use, in seconds; None is no limit.
+
+    Attributes:
+        write_stall_s: over the high-water mark, without a byte taken.
+        head_s: from a head's first byte, or from the connection's start, to the head's end.
+        idle_s: between two requests.
+    """
+
+    write_stall_s: float | None = None
+    head_s: float | None = None
+    idle_s: float | None = None
+
+
+class Connection(asyncio.Protocol):
+    """One connection.
+
+    Attributes:
+        behind: more is written than the client has taken, and what follows should wait.
+        stalled: the client was hung up because it took nothing.
+        task: answers a request; None between two of them.
+    """
+
+    __slots__ = (
+        "_declining",
+        "_discarded_bytes",
+        "_drained",
+        "_ends_at",
+        "_fault",
+        "_head_bytes",
+        "_headers",
+        "_loop",
+        "_parser",
+        "_paused",
+        "_reading",
+        "_server",
+        "_stalls_at",
+        "_target",
+        "_transport",
+        "_unsent",
+        "_waiting",
+        "behind",
+        "stalled",
+        "task",
+    )
+
+    def __init__(self, server: Server, loop: asyncio.AbstractEventLoop) -> None:
+        self.behind = self.stalled = False
+        self._server = server
+        self._loop = loop
+        self._transport: asyncio.Transport = None  # type: ignore[assignment]  # set before anything else is called
+        self._parser = httptools.HttpRequestParser(self)
+        self._reading: Request | None = None  # whose body is coming
+        self._waiting: deque[Request | ApiError] = deque()
+        self.task: asyncio.Task[None] | None = None
+        self._target, self._headers, self._head_bytes = b"", CIMultiDict[str](), 0
+        self._fault: ApiError | None = None  # nothing more is parsed
+        self._paused = self._declining = False
+        self._discarded_bytes: int | None = None  # None is while everything is read
+        self._ends_at = self._stalls_at = inf
+        self._unsent = 0
+        self._drained: asyncio.Future[None] | None = None
+
+    # What a response calls.
+
+    def write(self, data: bytes) -> None:
+        """
+        Raises:
+            ConnectionResetError: the client is gone.
+        """
+        if self._transport.is_closing():
+            raise ConnectionResetError("the client is gone")
+        self._transport.write(data)
+
+    def writelines(self, parts: tuple[bytes, ...]) -> None:
+        """Write several parts, none of them copied; errors as in ``write``."""
+        if self._transport.is_closing():
+            raise ConnectionResetError("the client is gone")
+        self._transport.writelines(parts)
+
+    @property
+    def unsent(self) -> int:
+        """How many bytes wait for the client."""
+        return self._transport.get_write_buffer_size()
+
+    async def drain(self) -> None:
+        if self.behind:
+            if self._drained is None:
+                self._drained = self._loop.create_future()
+            await asyncio.shield(self._drained)
+        if self._transport.is_closing():
+            raise ConnectionResetError("the client is gone")
+
+    def close(self) -> None:
+        """Close behind what was written; requests that wait are not answered any more."""
+        self._waiting.clear()
+        self._transport.close()
+
+    # What a body calls.
+
+    def pause_reading(self) -> None:
+        if not self._paused and not self._transport.is_closing():
+            self._paused = True
+            self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        if self._paused and len(self._waiting) < _WAITING and not self._transport.is_closing():
+            self._paused = False
+            self._transport.resume_reading()
+
+    # What the server calls.
+
+    def look(self, now: float) -> None:
+        """Hang up where a time is over."""
+        if now >= self._ends_at:
+            self._transport.abort()
+        elif now >= self._stalls_at:
+            # What is unsent may also have grown, until the writer met the mark: that is no sign of a stall either.
+            if self.unsent == self._unsent:
+                self.stalled = True
+                self._transport.abort()
+            else:
+                self._watch_writing()
+
+    def give_up(self) -> asyncio.Task[None] | None:
+        """Stop answering; return the task that is being stopped."""
+        if self.task is not None:
+            self.task.cancel()
+        self.close()
+        return self.task
+
+    # What the event loop calls.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport  # type: ignore[assignment]
+        self._server.connections.add(self)
+        self._wait_for_head()
+
+    def data_received(self, data: bytes) -> None:
+        if self._discarded_bytes is not None:
+            self._discarded_bytes += len(data)
+            return
+        if self._fault is not None:
+            return
+        goes_on = self._head_bytes > 0
+        try:
+            self._parser.feed_data(data)
+            if goes_on and self._head_bytes:  # a head that came in pieces, and this was all of one
+                self._head_bytes += len(data)
+                self._check_head_size()
+        except httptools.HttpParserUpgrade as offer:
+            self._decline_upgrade(data[offer.args[0] :])
+        except httptools.HttpParserError as error:
+            self._end_reading(_fault_of(error))
+        except ApiError as fault:
+            self._end_reading(fault)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._server.connections.discard(self)
+        self._ends_at = self._stalls_at = inf
+        self._waiting.clear()
+        gone = ConnectionResetError("the client is gone")
+        if self._reading is not None:
+            self._reading.body.fail(gone)
+        if self.task is not None:
+            self.task.cancel()
+        self.resume_writing()
+
+    def pause_writing(self) -> None:
+        self.behind = True
+        self._watch_writing()
+
+    def resume_writing(self) -> None:
+        self.behind, self._stalls_at = False, inf
+        if self._drained is not None:
+            self._drained.set_result(None)
+            self._drained = None
+
+    # What the parser calls.
+
+    def on_message_begin(self) -> None:
+        if self._declining:
+            return
+        self._target, self._headers, self._head_bytes = b"", CIMultiDict(), 1
+        if self.task is None:
+            self._wait_for_head()
+
+    def on_url(self, part: bytes) -> None:
+        if self._declining:
+            return
+        self._target += part
+        self._check_field(len(self._target))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._declining:
+            return
+        self._check_field(len(name) + len(value))
+        self._head_bytes += len(name) + len(value)
+        self._check_head_size()
+        if len(self._headers) == _FIELDS:
+            raise HeadersTooLarge(f"the request has more than {_FIELDS} headers")
+        self._headers.add(name.decode("latin-1"), value.decode("utf-8", "surrogateescape"))
+
+    def on_headers_complete(self) -> None:
+        if self._declining:
+            return
+        self._head_bytes = 0
+        self._ends_at = inf
+        parser = self._parser
+        if (version := parser.get_http_version()) not in ("1.1", "1.0"):
+            raise BadRequest(f"{_NO_HTTP}its version is {version}")
+        request = Request(
+            self,
+            parser.get_method().decode(),
+            self._target.decode("utf-8", "surrogateescape"),
+            self._headers,
+            http_1_1=version == "1.1",
+            keep_alive=parser.should_keep_alive(),
+        )
+        request.response = Response(request, self)
+        _check_framing(request)
+        self._reading = request
+        if self.task is None:
+            self._begin(request)
+        else:
+            self._waiting.append(request)
+            if len(self._waiting) >= _WAITING:
+                self.pause_reading()
+
+    def on_body(self, data: bytes) -> None:
+        if self._reading is not None:
+            self._reading.body.feed(data)
+
+    def on_message_complete(self) -> None:
+        if self._reading is not None and not self._parser.should_upgrade():
+            self._reading.body.end()
+            self._reading = None
+
+    def _decline_upgrade(self, rest: bytes) -> None:
+        """Read on in HTTP/1.1, where the parser has stopped at the end of a head that offers another protocol.
+
+        An offer may be ignored (RFC 9110, section 7.8). Java's own client offers HTTP/2 with the first request of each
+        connection, and sends the body as if it had not. The new parser is told where that ends.
+        """
+        assert self._reading is not None, "a head that was refused raises another error"
+        headers = self._reading.headers
+        framing = "".join(f"{name}: {headers[name]}\r\n" for name in _FRAMING if name in headers)
+        self._parser, self._declining = httptools.HttpRequestParser(self), True
+        self._parser.feed_data(f"POST / HTTP/1.1\r\n{framing}\r\n".encode())
+        self._declining = False
+        if rest:
+            self.data_received(rest)
+
+    # How one request follows another.
+
+    def _begin(self, request: Request) -> None:
+        self.task = self._loop.create_task(self._answer(request))
+
+    async def _answer(self, request: Request) -> None:
+        response = request.response
+        try:
+            await self._server.answer(request)
+            if response.closes and response.ended and not request.body.complete:
+                await self._linger()
+        finally:
+            self.task = None
+            self._go_on(response)
+
+    def _go_on(self, response: Response) -> None:
+        """Take up the next request, if there is one and the answer before it has come to its end."""
+        if self._transport.is_closing():
+            return
+        if response.closes or not response.ended:
+            self.close()
+        elif self._waiting:
+            self._take_up(self._waiting.popleft())
+            self.resume_reading()
+        elif self._fault is not None:
+            self.close()
+        elif self._head_bytes:
+            self._wait_for_head()
+        elif self._server.patience.idle_s is not None:
+            self._ends_at = self._loop.time() + self._server.patience.idle_s
+
+    def _take_up(self, next_one: Request | ApiError) -> None:
+        if isinstance(next_one, Request):
+            self._begin(next_one)
+        else:
+            self.task = self._loop.create_task(self._refuse(next_one))
+
+    async def _refuse(self, fault: ApiError) -> None:
+        """Answer what is no request that we could read, and hang up."""
+        request = Request(self, "", "", self._headers, keep_alive=False)
+        request.response = Response(request, self)
+        try:
+            self._server.refuse(request, fault)
+            await self._linger()
+        finally:
+            self.task = None
+            self.close()
+
+    def _end_reading(self, fault: ApiError) -> None:
+        """Parse nothing more: who is being read gets to know, and whoever would be next."""
+        self._fault, self._ends_at = fault, inf
+        if self._reading is not None:
+            self._reading.body.fail(fault)
+            self._reading = None
+        elif self.task is None:
+            self._take_up(fault)
+        else:
+            self._waiting.append(fault)
+
+    async def _linger(self) -> None:
+        """Close the connection, once the client has stopped sending."""
+        transport = self._transport
+        if transport.is_closing():
+            return
+        self._discarded_bytes, seen = 0, -1
+        if transport.can_write_eof():
+            transport.write_eof()
+        if self._paused:
+            self._paused = False
+            transport.resume_reading()
+        ends_at = self._loop.time() + _LINGERS_S
+        while seen != self._discarded_bytes and self._loop.time() < ends_at:
+            seen = self._discarded_bytes
+            await asyncio.sleep(_SILENT_S)
+
+    # Limits.
+
+    def _wait_for_head(self) -> None:
+        head_s = self._server.patience.head_s
+        self._ends_at = inf if head_s is None else self._loop.time() + head_s
+
+    def _watch_writing(self) -> None:
+        stall_s = self._server.patience.write_stall_s
+        if stall_s is not None:
+            self._unsent, self._stalls_at = self.unsent, self._loop.time() + stall_s
+
+    def _check_field(self, size: int) -> None:
+        if size > self._server.max_field_bytes:
+            raise HeadersTooLarge("the request line or a header is longer than server.max_header_size allows")
+
+    def _check_head_size(self) -> None:
+        """What no field's limit bounds: fields that are many, or that do not come to their end."""
+        limit = _LARGEST_FIELDS * self._server.max_field_bytes
+        if self._head_bytes > limit:
+            raise HeadersTooLarge(f"the head is larger than {limit} bytes")
+
+
+def _check_framing(request: Request) -> None:
+    """Refuse what llhttp lets pass, and others may read otherwise.
+
+    Source: RFC 9112, sections 3.2 and 6.1.
+
+    Raises:
+        BadRequest, NotSupported.
+    """
+    hosts = request.headers.getall("Host", ())
+    if len(hosts) > 1 or (request.http_1_1 and not hosts):
+        raise BadRequest(f"{_NO_HTTP}it has {len(hosts)} Host headers, send one")
+    lengths = request.headers.getall("Content-Length", ())
+    codings = request.headers.getall("Transfer-Encoding", ())
+    if len(lengths) > 1 or (lengths and codings):
+        raise BadRequest(f"{_NO_HTTP}send one Content-Length, or Transfer-Encoding and none")
+    if codings:
+        _check_codings([coding.strip(" \t").lower() for value in codings for coding in value.split(",")], request)
+
+
+def _check_codings(codings: list[str], request: Request) -> None:
+    if codings[-1] != "chunked" or codings.count("chunked") > 1:
+        raise BadRequest(f"{_NO_HTTP}Transfer-Encoding must end in chunked, so that the body has an end")
+    if len(codings) > 1:
+        raise NotSupported("Transfer-Encoding may only be chunked")
+    if not request.http_1_1:
+        raise BadRequest("HTTP/1.0 has no Transfer-Encoding; send Content-Length")
+
+
+def _fault_of(error: httptools.HttpParserError) -> ApiError:
+    """Return what a request that could not be read gets told; what it held is not repeated."""
+    cause = error.__context__
+    if isinstance(cause, ApiError):  # raised by us, inside of the parser
+        return cause
+    return BadRequest(f"{_NO_HTTP}{str(error).partition(chr(10))[0][:200]}")

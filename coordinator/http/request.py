@@ -1,0 +1,232 @@
+"""A request from a client: its head, whole when a route sees it, and its body as it comes."""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from typing import TYPE_CHECKING
+
+from httptools import parse_url
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from multidict import CIMultiDict
+
+    from coordinator.http.connection import Connection
+    from coordinator.http.response import Response
+
+# So much of a body may wait for its reader before the client is stopped.
+_HIGH_WATER = 256 * 1024
+
+# A packed body is inflated in steps of at most so many bytes, and others have their turn in between.
+_STEP = 256 * 1024
+
+# What ``Body`` inflates.
+ENCODINGS = frozenset(("", "identity", "gzip", "x-gzip", "deflate"))
+
+
+class BodyBroken(Exception):
+    """The rest of a body cannot be read: its framing or its encoding is wrong, or its client has left."""
+
+
+class Body:
+    """What follows a head, up to the end that the head's framing gives it.
+
+    Attributes:
+        complete: the last byte has come.
+    """
+
+    __slots__ = ("_connection", "_error", "_parts", "_size", "_waiter", "complete")
+
+    def __init__(self, connection: Connection) -> None:
+        self.complete = False
+        self._connection = connection
+        self._parts: list[bytes] = []
+        self._size = 0
+        self._error: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    # What the connection calls.
+
+    def feed(self, data: bytes) -> None:
+        self._parts.append(data)
+        self._size += len(data)
+        if self._size > _HIGH_WATER:
+            self._connection.pause_reading()
+        self._wake()
+
+    def end(self) -> None:
+        self.complete = True
+        self._wake()
+
+    def fail(self, error: Exception) -> None:
+        if not self.complete and self._error is None:
+            self._error = error
+            self._wake()
+
+    # What routes call.
+
+    def take(self) -> bytes:
+        """Return what has come and was not taken yet; all of it, where the body is complete."""
+        parts = self._parts
+        if not parts:
+            return b""
+        self._parts, self._size = [], 0
+        self._connection.resume_reading()
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    async def parts(self, encoding: str = "") -> AsyncIterator[bytes]:
+        """Yield the body as it comes.
+
+        Args:
+            encoding: of ``ENCODINGS``, to be undone.
+
+        Raises:
+            BodyBroken
+        """
+        if encoding in ("", "identity"):
+            while part := await self._next():
+                yield part
+            return
+        inflater = Inflater(encoding)
+        while part := await self._next():
+            while part:
+                inflated, part = inflater.step(part)
+                if inflated:
+                    yield inflated
+                await asyncio.sleep(0)
+        inflater.end()
+
+    async def _next(self) -> bytes:
+        while not self._parts:
+            if self.complete:
+                return b""
+            if self._error is not None:
+                raise BodyBroken from self._error
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        return self.take()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class Inflater:
+    """Undoes gzip and deflate, in bounded steps. Source: RFC 9110, section 8.4.1; RFC 1952, section 2.2."""
+
+    def __init__(self, encoding: str) -> None:
+        self._gzip = encoding != "deflate"
+        self._inflate: zlib._Decompress | None = None
+
+    def step(self, data: bytes) -> tuple[bytes, bytes]:
+        """Return some inflated bytes, and what of the data is left for the next step.
+
+        Raises:
+            BodyBroken
+        """
+        if self._inflate is None:
+            self._inflate = zlib.decompressobj(wbits=self._wbits(data))
+        try:
+            inflated = self._inflate.decompress(data, _STEP)
+        except zlib.error as error:
+            raise BodyBroken from error
+        rest = self._inflate.unconsumed_tail
+        if self._inflate.eof and (rest := self._inflate.unused_data):
+            if not self._gzip:
+                raise BodyBroken("something follows the end of what was packed")
+            self._inflate = None  # a file of several members
+        return inflated, rest
+
+    def end(self) -> None:
+        """
+        Raises:
+            BodyBroken: it was cut off.
+        """
+        if self._inflate is not None and not self._inflate.eof:
+            raise BodyBroken("what was packed has no end")
+
+    def _wbits(self, data: bytes) -> int:
+        if self._gzip:
+            return zlib.MAX_WBITS | 16
+        # Some send deflate without the zlib header that it is to have.
+        return zlib.MAX_WBITS if data[0] & 0x0F == 8 else -zlib.MAX_WBITS
+
+
+class Request:
+    """One request.
+
+    Attributes:
+        target: as it was sent: ``/v1/models?a=b``, or with scheme and host before it.
+        path, query: of the target, as they were sent; ``query`` is without its question mark.
+        http_1_1: not HTTP/1.0.
+        keep_alive: the client will send another request on this connection, if we let it.
+        response: the answer to it.
+    """
+
+    __slots__ = (
+        "body",
+        "connection",
+        "headers",
+        "http_1_1",
+        "keep_alive",
+        "method",
+        "path",
+        "query",
+        "response",
+        "target",
+    )
+    response: Response
+
+    def __init__(
+        self,
+        connection: Connection,
+        method: str,
+        target: str,
+        headers: CIMultiDict[str],
+        *,
+        http_1_1: bool = True,
+        keep_alive: bool = True,
+    ) -> None:
+        self.connection = connection
+        self.method = method
+        self.target = target
+        self.path, _, self.query = (target if target.startswith("/") else _origin_form(target)).partition("?")
+        self.headers = headers
+        self.http_1_1 = http_1_1
+        self.keep_alive = keep_alive
+        self.body = Body(connection)
+
+    @property
+    def content_length(self) -> int | None:
+        """The length of the body, where the head says it; the parser has seen that it is a number."""
+        length = self.headers.get("Content-Length")
+        return None if length is None else int(length)
+
+    @property
+    def content_type(self) -> str:
+        """The media type in lower case, without parameters; "" where there is none."""
+        return self.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+
+    @property
+    def expects_100(self) -> bool:
+        # RFC 9110, section 10.1.1: HTTP/1.0 knows no interim answers, and a client of it would take one for the answer.
+        return self.http_1_1 and self.headers.get("Expect", "").lower() == "100-continue"
+
+    @property
+    def stalled(self) -> bool:
+        """Whether the client was hung up because it took nothing."""
+        return self.connection.stalled
+
+
+def _origin_form(target: str) -> str:
+    """Return path and query of a target in absolute form. Source: RFC 9112, section 3.2.2."""
+    if "://" not in target:
+        return target
+    url = parse_url(target.encode("utf-8", "surrogateescape"))
+    path, query = (url.path or b"/").decode("utf-8", "surrogateescape"), url.query
+    return path if query is None else f"{path}?{query.decode('utf-8', 'surrogateescape')}"
