@@ -22,6 +22,7 @@ from vllm.entrypoints.scale_out.token_in_token_out.protocol import (
     DerenderStreamState,
     GenerateTokensResponse,
     GenerateTokensStreamResponse,
+    ParseContext,
 )
 from vllm.renderers.online_derenderer import OnlineDerenderer
 
@@ -180,6 +181,11 @@ def whole(
     by_text = parsers.whole(job, {**reply, "choices": [{**choice, "text": text}]})
     by_tokens = parsers.whole({**job, "decoding": {"skip_special_tokens": False}}, reply)
     said = [(one["choices"][0]["message"], one["choices"][0]["finish_reason"]) for one in (by_text, by_tokens)]
+    # What a worker itself makes of it, asked for output_mode: derender.
+    output = SimpleNamespace(text=text, token_ids=ends, finish_reason=finish)
+    request = ParseContext(**job["context"]).to_chat_request()
+    ((inline, reason),) = derenderer._derender_text_choices([output], request, 0, job["prompt"])
+    said.append((inline.model_dump(mode="json"), reason))
     said.append((made.message.model_dump(mode="json"), made.finish_reason))
     return [blanked(list(each)) for each in said]
 

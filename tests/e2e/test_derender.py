@@ -46,6 +46,8 @@ MODES: dict[str, dict[str, Any]] = {
 CONSTRAINED = {"named tool", "required tool", "json", "json schema", "one of two"}
 PROMPTS = {case for case in ASKED if "prompt_logprobs" in ASKED[case]}
 STOPPED = {case for case in ASKED if "stop" in ASKED[case]}
+# Of the whole answers of parser_matrix.py: ours by text, ours by tokens, the worker's inline, the service's.
+INLINE = 2
 WITH_TOKENIZER = {"coordinator, of tokens": CONSTRAINED, "service": CONSTRAINED | PROMPTS | STOPPED}
 # Streams are cut into chunks as the engine's clock has it, so it is their sums that are compared. A cut call is no
 # JSON to be summed up; and prompt_logprobs are refused in a stream.
@@ -299,19 +301,52 @@ def test_every_delta_of_a_family_is_the_derender_service_s(matrix: dict[str, Any
     assert len(matrix[family]["auto"]) == 7
 
 
-@pytest.mark.parametrize("family", ["hermes", "llama3_json", "pythonic", "deepseek", "granite4"])
-def test_what_a_family_says_token_by_token_is_what_was_put_in(matrix: dict[str, Any], family: str) -> None:
-    """So that two sides that both find nothing are not taken for equal."""
-    deltas = [step[0] for step in matrix[family]["auto"]["text by 1"][0] if step]
-    calls: dict[int, list[str]] = {}
+# At which chunkings vLLM's parser, fed a stream, says what it says of the whole: some older ones lose parts at others.
+ADDS_UP = {
+    "hermes": ("1", "3", "all"),
+    "granite4": ("1", "3", "all"),
+    "pythonic": ("1", "3", "all"),
+    "llama3_json": ("1", "3"),
+    "deepseek": ("1",),
+}
+
+
+@pytest.mark.parametrize("family", ADDS_UP)
+def test_a_stream_adds_up_to_what_a_worker_makes_of_the_whole_inline(matrix: dict[str, Any], family: str) -> None:
+    """Whole answers are the worker's own in ``output_mode: derender``; a call that is cut, its whole leaves as text."""
+    for case in ("auto", "none", "no parallel calls", "reasoning left out", "no thinking"):
+        ways = matrix[family][case]
+        message, finish = ways["whole"][INLINE]
+        calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls") or ()]
+        whole = (message.get("content") or "", message.get("reasoning") or "", calls, finish)
+        for sent in ("text", "tokens"):
+            for size in ADDS_UP[family]:
+                assert stripped(added(ways[f"{sent} by {size}"][0])) == stripped(whole), (case, sent, size)
+
+
+def added(steps: list[Any]) -> tuple[str, str, list[tuple[str, str]], str]:
+    """Put a stream's deltas together: content, reasoning, calls, and why it ended."""
+    deltas, calls = [step[0] for step in steps if step], dict[int, list[str]]()
     for call in (call for delta in deltas for call in delta.get("tool_calls") or ()):
         name, arguments = calls.setdefault(call["index"], ["", ""])
         function = call.get("function") or {}
         calls[call["index"]] = [name + (function.get("name") or ""), arguments + (function.get("arguments") or "")]
-    assert [(name, json.loads(arguments)) for name, arguments in calls.values()] == [
-        ("get_weather", {"city": "Rome", "days": 2}), ("get_time", {"city": "Oslo"})]  # fmt: skip
-    reasoning = "".join(delta.get("reasoning") or "" for delta in deltas)
-    assert reasoning.strip() == ("hm" if family in ("hermes", "deepseek") else "")
+    content, reasoning = ("".join(delta.get(part) or "" for delta in deltas) for part in ("content", "reasoning"))
+    return content, reasoning, [(name, arguments) for name, arguments in calls.values()], steps[-1][1]
+
+
+def stripped(said: tuple[str, str, list[tuple[str, str]], str]) -> Any:
+    """Without the blanks around text, which a stream gives as they come, and those inside of JSON."""
+    content, reasoning, calls, finish = said
+    return content.strip(), reasoning.strip(), [(name, json.loads(arguments)) for name, arguments in calls], finish
+
+
+@pytest.mark.parametrize("family", ["hermes", "llama3_json", "pythonic", "deepseek", "granite4"])
+def test_what_a_family_says_token_by_token_is_what_was_put_in(matrix: dict[str, Any], family: str) -> None:
+    """So that two sides that both find nothing are not taken for equal."""
+    _, reasoning, calls, _ = stripped(added(matrix[family]["auto"]["text by 1"][0]))
+    assert calls == [("get_weather", {"city": "Rome", "days": 2}), ("get_time", {"city": "Oslo"})]
+    assert reasoning == ("hm" if family in ("hermes", "deepseek") else "")
 
 
 def test_a_parser_that_there_is_not_is_named_at_the_start(tmp_path: Path, vllm_python: Path) -> None:
