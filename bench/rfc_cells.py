@@ -137,7 +137,11 @@ REAL = (*_cells("vLLM", 64, (1, 8), 10.0, 20.0), *_cells("vLLM", 512, (1, 8), 5.
 TOKENS_CLIENTS, TOKENS_LENGTH, TOKENS_REQUESTS = 8, 64, 64
 OTHERS_FIRST_S = 3.0  # so that they all generate when the tokens requests begin
 
-SMOKE = tuple(replace(cell, length=8, clients=min(cell.clients, 2), requests=2) for cell in SIMULATED[:2])
+# All of it is asked, however long that takes.
+SMOKE = tuple(
+    replace(cell, length=8, clients=min(cell.clients, 2), requests=2, begin_s=600.0, limit_s=600.0)
+    for cell in SIMULATED[:2]
+)
 
 # A token every 20 ms for each stream, as a large model on one node gives them to a few dozen clients.
 SIMULATED_ITL_S = 0.02

@@ -46,9 +46,9 @@ if TYPE_CHECKING:
 Record = dict[str, Any]
 
 ROLES = ("render", "prefill", "decode")
-READY_LIMIT_S = 30.0
-LOAD_LIMIT_S = 40.0
-OPEN_LIMIT_S = 25.0
+READY_LIMIT_S = 180.0
+LOAD_LIMIT_S = 180.0
+OPEN_LIMIT_S = 120.0
 
 
 @dataclass
@@ -164,7 +164,7 @@ class Bench:
                     raise Failed("the streams could not be opened")
                 held = json.loads(opened).get("open", 0)
                 rss = ProcessTree(started.program.pid).rss_bytes()
-                load.communicate(timeout=20)
+                load.communicate(timeout=READY_LIMIT_S)
             finally:
                 self.programs.stop(load)
             record.update(ok=held, errors=streams - held, rss_mib=round(rss / 2**20, 2))
@@ -285,7 +285,7 @@ def orjson_record(scenario: Scenario, number: int) -> Record:
 
 
 def ask(port: int) -> dict[str, int]:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/counts", timeout=10) as got:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/counts", timeout=READY_LIMIT_S) as got:
         counts: dict[str, int] = json.load(got)
     return counts
 
