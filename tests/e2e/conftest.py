@@ -15,9 +15,11 @@ import openai
 import pytest
 import yaml
 
+from tests.bounds import HANG_S
 from tests.e2e import vllm_env
 from tests.e2e.lineups import LINEUPS
-from tests.e2e.servers import ON_CPU, Process, free_ports, vllm
+from tests.e2e.servers import ON_CPU, Process, vllm
+from tests.ports import free_ports
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -26,9 +28,8 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[2]
 VLLM_VERSION = os.environ.get("VLLM_VERSION", vllm_env.DEFAULT_VERSION)
-# Boot is imports: half a minute alone, and up to 100 s while something else uses both cores.
-BOOT_S = 300
-PER_TEST_S = 60
+# Boot is imports: half a minute alone, and ten on a machine that has as many other things to do.
+BOOT_S = 900
 
 _PROCESSES = pytest.StashKey[list[Process]]()
 _LOGGED = pytest.StashKey[dict[Process, int]]()
@@ -51,10 +52,10 @@ class Coordinator:
     def __init__(self, process: Process) -> None:
         self.process = process
         self.url = process.url
-        self.sdk = openai.OpenAI(base_url=f"{process.url}/v1", api_key="none", max_retries=0, timeout=PER_TEST_S)
+        self.sdk = openai.OpenAI(base_url=f"{process.url}/v1", api_key="none", max_retries=0, timeout=HANG_S)
 
     def async_sdk(self) -> openai.AsyncOpenAI:
-        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=PER_TEST_S)
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=HANG_S)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -67,7 +68,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in mine:
         if item.get_closest_marker("timeout") is None:
             # Of the test alone: the first one also waits for the workers, and for their environment.
-            item.add_marker(pytest.mark.timeout(PER_TEST_S, func_only=True))
+            item.add_marker(pytest.mark.timeout(BOOT_S + float(config.getini("timeout")), func_only=True))
 
 
 @pytest.fixture(scope="session")
@@ -141,8 +142,7 @@ def coordinator(
             process = Process("coordinator", command, port, file.with_suffix(".log"), env)
             request.config.stash.setdefault(_PROCESSES, []).append(process)
             try:
-                ready_s = 30 if python is None else BOOT_S  # vLLM's parsers are imports too
-                running[key] = Coordinator(process.wait_until_ready("/readyz" if ready else "/healthz", ready_s))
+                running[key] = Coordinator(process.wait_until_ready("/readyz" if ready else "/healthz", BOOT_S))
             except RuntimeError:
                 process.stop()
                 raise

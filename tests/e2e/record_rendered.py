@@ -12,6 +12,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from tests.bounds import HANG_S
 from tests.coordinator.rendering.requests import REFUSED, REQUESTS
 
 FILE = Path(__file__).resolve().parents[1] / "data" / "rendered.json"
@@ -24,7 +25,7 @@ def ask(url: str, api: str, body: dict[str, Any]) -> tuple[int, Any]:
     headers = {"Content-Type": "application/json", "X-Request-Id": "id"}
     request = urllib.request.Request(url + PATHS[api], json.dumps(body).encode(), headers)
     try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with urllib.request.urlopen(request, timeout=HANG_S) as answer:
             return answer.status, json.load(answer)
     except urllib.error.HTTPError as error:
         return error.code, json.load(error)

@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,9 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Self
+
+from tests.bounds import HANG_S
+from tests.ports import free_ports
 
 MODEL = Path(__file__).parent.parent / "data" / "tiny-model"
 MODEL_NAME = "tiny"
@@ -87,11 +89,11 @@ class Process:
     def go_on(self) -> None:
         os.killpg(self._process.pid, signal.SIGCONT)
 
-    def stop(self, grace_s: float = 20) -> int:
+    def stop(self) -> int:
         """End the process by SIGTERM, and what is left of its group by SIGKILL; return the exit status."""
         self.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(grace_s)
+            self._process.wait(HANG_S)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         return self._process.wait()
@@ -166,10 +168,3 @@ _CORES = {
     "PD_E2E_PROGRESS_DELAY_US": "1000",
 }
 _NIXL = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo", "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1"}
-
-
-def free_ports(count: int) -> list[int]:
-    """Return ports that were free a moment ago."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [s.getsockname()[1] for s in sockets]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.bounds import HANG_S
 from tests.e2e.conversations import CONVERSATIONS, conversation, joined, said
 from tests.e2e.servers import MODEL_NAME
 from tests.e2e.wire import Metrics, post, wait_until
@@ -50,7 +51,7 @@ def pulled(workers: Workers) -> Callable[[int], None]:
             now = Metrics(workers.decode.url)
             return now.prompt_tokens("external_kv_transfer") - before.prompt_tokens("external_kv_transfer")
 
-        wait_until(lambda: taken() >= tokens, 5, f"decode takes {tokens} prompt tokens from prefill")
+        wait_until(lambda: taken() >= tokens, HANG_S, f"decode takes {tokens} prompt tokens from prefill")
         assert taken() == tokens
         after = Metrics(workers.decode.url)
         for source in ("local_compute", "local_cache_hit"):
@@ -64,12 +65,12 @@ def pulled(workers: Workers) -> Callable[[int], None]:
 def nothing_left(workers: Workers) -> Iterator[None]:
     """Prefill's blocks are free again after the test, and none had to wait for the end of its lease (30 s)."""
     # What an earlier test left, on purpose or not, is not this one's.
-    wait_until(lambda: Metrics(workers.prefill.url).kv_usage == 0, 40, "prefill held no block before")
-    before = Metrics(workers.prefill.url).total("vllm:nixl_num_kv_expired_reqs_total")
+    wait_until(lambda: at_rest(workers), HANG_S, "nothing was left before")
+    before = Metrics(workers.prefill.url).leases_ended
     yield
-    wait_until(lambda: Metrics(workers.prefill.url).kv_usage == 0, 10, "prefill holds no block")
-    wait_until(lambda: Metrics(workers.decode.url).running == 0, 10, "decode runs no request")
-    assert Metrics(workers.prefill.url).total("vllm:nixl_num_kv_expired_reqs_total") == before
+    wait_until(lambda: Metrics(workers.prefill.url).kv_usage == 0, HANG_S, "prefill holds no block")
+    wait_until(lambda: Metrics(workers.decode.url).running == 0, HANG_S, "decode runs no request")
+    assert Metrics(workers.prefill.url).leases_ended == before
 
 
 @pytest.mark.usefixtures("nothing_left")
@@ -189,16 +190,24 @@ async def test_sixteen_at_once_are_all_right(front: Coordinator, lineup: Lineup)
 @pytest.mark.usefixtures("nothing_left")
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 async def test_a_client_who_leaves_during_decode_stops_it(front: Coordinator, workers: Workers, stream: bool) -> None:
-    never = conversation("Never stop.").ask(max_tokens=3000, stream=stream)
+    """The worker stands still while its client leaves, so that it cannot come to the end of its answer before."""
+    tokens = 3000
+    never = conversation("Never stop.").ask(max_tokens=tokens, stream=stream)
+    before = Metrics(workers.decode.url).steps
     async with front.async_sdk() as sdk, asyncio.TaskGroup() as group:
-        asking = group.create_task(read(sdk, never))
+        asking = group.create_task(begin(sdk, never))
         decoding = lambda: Metrics(workers.decode.url).running > 0  # noqa: E731
-        await asyncio.to_thread(wait_until, decoding, 20, "decode runs the request")
-        asking.cancel()
-    wait_until(lambda: Metrics(workers.decode.url).running == 0, 5, "decode runs no request")
+        await asyncio.to_thread(wait_until, decoding, HANG_S, "decode runs the request")
+        workers.decode.pause()
+        try:
+            asking.cancel()
+            await asyncio.to_thread(wait_until, lambda: not in_flight(front), HANG_S, "the coordinator is done with it")
+        finally:
+            workers.decode.go_on()
+    wait_until(lambda: Metrics(workers.decode.url).running == 0, HANG_S, "decode runs no request")
+    assert Metrics(workers.decode.url).steps - before < tokens
 
 
-@pytest.mark.timeout(150, func_only=True)
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("after_s", [0.02, 0.1, 0.2, 0.3, 0.4])
 async def test_a_client_may_leave_at_any_moment(
@@ -207,27 +216,28 @@ async def test_a_client_may_leave_at_any_moment(
     """During render, during prefill, as its answer comes, or during decode: no block is left to wait for its lease.
 
     A prefill that ends in the milliseconds in which its connection is closed can tell nobody what it holds. Such a
-    moment does not come twice in a row.
+    moment does not come three times in a row.
     """
     asked = LONG_PROMPT.ask(max_tokens=300, stream=stream, extra_body={"ignore_eos": True})
 
-    async def leave() -> None:
+    async def leave() -> float:
+        """Return how many leases ended for it."""
+        before = Metrics(workers.prefill.url).leases_ended
         async with front.async_sdk() as sdk, asyncio.TaskGroup() as group:
             asking = group.create_task(read(sdk, asked))
             await asyncio.sleep(after_s)
             asking.cancel()
+        await asyncio.to_thread(wait_until, lambda: not in_flight(front), HANG_S, "the coordinator is done with it")
+        await asyncio.to_thread(wait_until, lambda: at_rest(workers), HANG_S, "nothing is left")
+        return Metrics(workers.prefill.url).leases_ended - before
 
-    await asyncio.to_thread(wait_until, lambda: Metrics(workers.prefill.url).kv_usage == 0, 40, "prefill is free")
-    await leave()
-    try:
-        await asyncio.to_thread(wait_until, lambda: _at_rest(workers), 10, "nothing is left")
-    except AssertionError:
-        await asyncio.to_thread(wait_until, lambda: _at_rest(workers), 40, "the lease ends")
-        await leave()
-        await asyncio.to_thread(wait_until, lambda: _at_rest(workers), 10, "nothing is left, the second time")
+    await asyncio.to_thread(wait_until, lambda: at_rest(workers), HANG_S, "nothing is left of other tests")
+    ended = [await leave()]
+    while ended[-1] and len(ended) < 3:
+        ended.append(await leave())
+    assert ended[-1] == 0, ended
 
 
-@pytest.mark.timeout(150, func_only=True)
 async def test_after_a_hundred_clients_have_left_nothing_is_held(front: Coordinator, workers: Workers) -> None:
     """They come within two seconds and leave after up to two: while they wait, in between legs, and during decode."""
     asked = [prompt(150).ask(max_tokens=300, stream=s, extra_body={"ignore_eos": True}) for s in [False, True] * 50]
@@ -242,16 +252,19 @@ async def test_after_a_hundred_clients_have_left_nothing_is_held(front: Coordina
             group.create_task(leave(one, 0.05 + i * 37 % 100 / 50))
             await asyncio.sleep(0.02)
 
-    await asyncio.to_thread(wait_until, lambda: _at_rest(workers), 60, "nothing is left")
+    await asyncio.to_thread(wait_until, lambda: at_rest(workers), HANG_S, "nothing is left")
     (choice,) = front.sdk.chat.completions.create(**CONVERSATIONS["plain"].ask()).choices
     assert choice.finish_reason == "stop"
     assert workers.prefill.alive and workers.decode.alive
 
 
-def _at_rest(workers: Workers) -> bool:
-    """Say whether no worker runs a request or holds a block."""
-    seen = [Metrics(worker.url) for worker in (workers.prefill, workers.decode)]
-    return all(m.kv_usage == 0 and m.running == 0 and m.waiting == 0 for m in seen)
+def at_rest(workers: Workers) -> bool:
+    return all(Metrics(worker.url).at_rest for worker in (workers.prefill, workers.decode))
+
+
+def in_flight(front: Coordinator) -> float:
+    """Return how many requests are under way; a hand-over that one left may still be fetched by a leg of its own."""
+    return Metrics(front.url).total("coordinator_requests_in_flight")
 
 
 async def read(sdk: openai.AsyncOpenAI, asked: dict) -> None:
@@ -259,3 +272,9 @@ async def read(sdk: openai.AsyncOpenAI, asked: dict) -> None:
     if asked["stream"]:
         async for _ in answer:
             pass
+
+
+async def begin(sdk: openai.AsyncOpenAI, asked: dict) -> None:
+    """Ask, and read no chunk of a stream: thousands of them would leave the interpreter no time for other threads."""
+    async with await sdk.chat.completions.create(**asked):
+        await asyncio.Event().wait()

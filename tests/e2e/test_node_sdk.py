@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.bounds import HANG_S
+from tests.e2e.conftest import BOOT_S
 from tests.e2e.conversations import CONVERSATIONS
 from tests.e2e.vllm_env import DEFAULT_VERSION, environment
 
@@ -33,12 +35,11 @@ def script() -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "installed").exists():
         shutil.copy(SOURCE / "package.json", folder)
-        subprocess.run(["npm", "install", "--no-audit", "--no-fund"], cwd=folder, check=True, timeout=120)
+        subprocess.run(["npm", "install", "--no-audit", "--no-fund"], cwd=folder, check=True, timeout=BOOT_S)
         (folder / "installed").touch()
     return Path(shutil.copy(SOURCE / "stream.mjs", folder))
 
 
-@pytest.mark.timeout(180, func_only=True)
 @pytest.mark.parametrize("name", TALKS)
 def test_a_stream_adds_up_to_the_whole_answer(front: Coordinator, script: Path, name: str) -> None:
     asked = CONVERSATIONS[name].ask()
@@ -47,7 +48,7 @@ def test_a_stream_adds_up_to_the_whole_answer(front: Coordinator, script: Path, 
     body = asked | asked.get("extra_body", {}) | {"stream": True, "stream_options": {"include_usage": True}}
     body.pop("extra_body", None)
     command = ["node", str(script), f"{front.url}/v1", json.dumps(body)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=False)
 
     assert done.returncode == 0, done.stderr
     streamed = json.loads(done.stdout)

@@ -9,6 +9,7 @@ import anthropic
 import openai
 import pytest
 
+from tests.bounds import HANG_S
 from tests.e2e.conversations import CONVERSATIONS, conversation
 from tests.e2e.servers import MODEL_NAME
 
@@ -29,7 +30,7 @@ NO_THINKING = {"chat_template_kwargs": {"enable_thinking": False}}
 
 @pytest.fixture
 def claude(front: Coordinator) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=front.url, api_key="none", max_retries=0, timeout=60) as sdk:
+    with anthropic.Anthropic(base_url=front.url, api_key="none", max_retries=0, timeout=HANG_S) as sdk:
         yield sdk
 
 

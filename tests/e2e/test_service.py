@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.bounds import HANG_S
 from tests.e2e.conversations import CONVERSATIONS, conversation, joined
 from tests.e2e.lineups import LINEUPS
 from tests.e2e.servers import MODEL_NAME
@@ -42,7 +43,7 @@ def test_every_leg_is_counted(front: Coordinator) -> None:
     before = {name: legs(name) for name in ("prefill", "decode")}
     front.sdk.chat.completions.create(**CONVERSATIONS["plain"].ask())
     for name, count in before.items():
-        wait_until(lambda name=name, count=count: legs(name) == count + 1, 5, f"one {name} leg more")
+        wait_until(lambda name=name, count=count: legs(name) == count + 1, HANG_S, f"one {name} leg more")
 
 
 def test_sigterm_lets_a_stream_end_and_refuses_new_requests(
@@ -56,16 +57,16 @@ def test_sigterm_lets_a_stream_end_and_refuses_new_requests(
     chunks = [next(stream) for _ in range(10)]
 
     leaving.process.signal(signal.SIGTERM)
-    wait_until(lambda: not ready(leaving.url), 5, "not ready")
+    wait_until(lambda: not ready(leaving.url), HANG_S, "not ready")
     chunks += stream
 
     assert joined(chunks) == {0: talk.answer(parsed=True)}
-    wait_until(lambda: not leaving.process.alive, 20, "the process ends")
+    wait_until(lambda: not leaving.process.alive, HANG_S, "the process ends")
 
 
 def ready(url: str) -> bool:
     try:
-        with urllib.request.urlopen(f"{url}/readyz", timeout=5):
+        with urllib.request.urlopen(f"{url}/readyz", timeout=HANG_S):
             return True
     except urllib.error.HTTPError as refused:
         refused.close()

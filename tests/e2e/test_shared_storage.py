@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.bounds import HANG_S
 from tests.e2e.conversations import CONVERSATIONS, said
 from tests.e2e.lineups import LINEUPS
 from tests.e2e.servers import BLOCK_TOKENS
@@ -38,5 +39,5 @@ def test_whole_blocks_of_the_prompt_come_from_the_folder(
     assert said(choice.message, choice.finish_reason) == talk.answer(parsed=LINEUPS[name].parsed)
     blocks = (answer.usage.prompt_tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
     wanted = before.prompt_tokens("external_kv_transfer") + blocks
-    wait_until(lambda: Metrics(decode.url).prompt_tokens("external_kv_transfer") >= wanted, 5, f"{blocks} tokens come")
+    wait_until(lambda: Metrics(decode.url).prompt_tokens("external_kv_transfer") >= wanted, HANG_S, f"{blocks} come")
     assert Metrics(decode.url).prompt_tokens("external_kv_transfer") == wanted

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.bounds import HANG_S
 from tests.e2e.conversations import conversation
 from tests.e2e.wire import Metrics, post, wait_until
 
@@ -35,7 +36,7 @@ def test_decode_answers_from_the_blocks_that_prefill_computed(workers: Workers) 
             Metrics(workers.decode.url).prompt_tokens("external_kv_transfer")
             == before.prompt_tokens("external_kv_transfer") + tokens
         ),
-        5,
+        HANG_S,
         f"{tokens} prompt tokens come from prefill",
     )
     after = Metrics(workers.decode.url)

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.bounds import HANG_S
+
 if TYPE_CHECKING:
     from collections.abc import Callable
     from email.message import Message
@@ -43,7 +45,7 @@ def get(url: str) -> Reply:
 
 def _replied(request: urllib.request.Request) -> Reply:
     try:
-        with urllib.request.urlopen(request, timeout=60) as response:
+        with urllib.request.urlopen(request, timeout=HANG_S) as response:
             return Reply(response.status, response.headers, response.read())
     except urllib.error.HTTPError as error:
         with error:
@@ -54,7 +56,7 @@ class Metrics:
     """One look at the numbers of a worker."""
 
     def __init__(self, worker: str) -> None:
-        with urllib.request.urlopen(f"{worker}/metrics", timeout=30) as response:
+        with urllib.request.urlopen(f"{worker}/metrics", timeout=HANG_S) as response:
             families = text_string_to_metric_families(response.read().decode())
         self._samples = [sample for family in families for sample in family.samples]
 
@@ -70,6 +72,21 @@ class Metrics:
     def kv_usage(self) -> float:
         """The part of the KV blocks that is held, 0 to 1."""
         return self.total("vllm:kv_cache_usage_perc")
+
+    @property
+    def steps(self) -> float:
+        """Steps of the engine that made tokens, also for a request that the server alone has given up."""
+        return self.total("vllm:iteration_tokens_total_count")
+
+    @property
+    def leases_ended(self) -> float:
+        """Hand-overs that nobody fetched before prefill gave up their blocks, which it does after 30 s."""
+        return self.total("vllm:nixl_num_kv_expired_reqs_total")
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether no request runs or waits, and no block is held."""
+        return self.kv_usage == 0 and self.running == 0 and self.waiting == 0
 
     @property
     def running(self) -> float:
