@@ -104,7 +104,7 @@ _TABLE = (
     KvConnector(
         name="kv-nixl",
         engine="NixlConnector, NixlPullConnector; a MultiConnector with one of them",
-        checked="vLLM 0.32 and 0.33, run",
+        checked="vLLM 0.32 and 0.33, end to end",
         freed="a decode leg of ours, else the lease (30 s)",
         prefill=_REMOTE_DECODE,
         required=_NIXL_FIELDS,
@@ -114,7 +114,7 @@ _TABLE = (
     KvConnector(
         name="kv-nixl-push",
         engine="NixlPushConnector",
-        checked="vLLM 0.33, run",
+        checked="vLLM 0.33, end to end",
         freed="a decode leg of ours, else the lease (30 s)",
         prefill=_REMOTE_DECODE,
         required=_NIXL_FIELDS,
@@ -125,7 +125,7 @@ _TABLE = (
     KvConnector(
         name="kv-shared-storage",
         engine="ExampleConnector, MooncakeStoreConnector, HF3FSKVConnector, FlexKVConnectorV1",
-        checked="vLLM 0.33, ExampleConnector run",
+        checked="vLLM 0.33, ExampleConnector end to end",
         freed="nothing is held",
     ),
     KvConnector(
@@ -137,7 +137,7 @@ _TABLE = (
     KvConnector(
         name="kv-mooncake",
         engine="MooncakeConnector",
-        checked="vLLM 0.33, run on CPUs over TCP",
+        checked="vLLM 0.33, end to end over TCP",
         freed="a decode leg of ours, else VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT (480 s)",
         order=Order.CONCURRENT,
         tie=Tie.TRANSFER,

@@ -82,11 +82,15 @@ def vllm_python(request: pytest.FixtureRequest) -> Path:
 def start_vllm(
     vllm_python: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Iterator[Callable[..., list[Process]]]:
-    """Start servers of the given roles together and wait for all of them; they are stopped with the session."""
+    """Start servers of the given roles together and wait for all of them; they are stopped with the session.
+
+    A role is a name, or a name and settings of its own beside those of all.
+    """
     logs, started = tmp_path_factory.mktemp("vllm"), []
 
-    def start(*roles: str, **settings: object) -> list[Process]:
-        servers = [vllm(role, vllm_python, logs, **settings) for role in roles]
+    def start(*roles: str | tuple[str, dict[str, object]], **settings: object) -> list[Process]:
+        named = [(role, {}) if isinstance(role, str) else role for role in roles]
+        servers = [vllm(role, vllm_python, logs, **settings | own) for role, own in named]
         started.extend(servers)
         request.config.stash.setdefault(_PROCESSES, []).extend(servers)
         for server in servers:
@@ -97,12 +101,30 @@ def start_vllm(
         return servers
 
     yield start
-    died = [server.name for server in started if not server.alive and not server.killed]
+    died = [server.name for server in started if not server.alive and not server.ended]
     for server in started:
         server.terminate()  # all of them first: each takes some seconds
     for server in started:
         server.stop()
     assert not died, f"ended before the tests did: {died}, see the logs in {logs}"
+
+
+@pytest.fixture(scope="module")
+def start_for_module(start_vllm: Callable[..., list[Process]]) -> Iterator[Callable[..., list[Process]]]:
+    """Start servers that are stopped with the module, so that the next ones have the cores and the memory."""
+    started: list[Process] = []
+
+    def start(*roles: str | tuple[str, dict[str, object]], **settings: object) -> list[Process]:
+        started.extend(servers := start_vllm(*roles, **settings))
+        return servers
+
+    yield start
+    died = [server.name for server in started if not server.alive and not server.ended]
+    for server in started:
+        server.terminate()
+    for server in started:
+        server.stop()
+    assert not died, f"ended before the tests did: {died}"
 
 
 @pytest.fixture(scope="session")

@@ -1,8 +1,8 @@
 """Real servers for the tests: each in a process group of its own, on 127.0.0.1, with its log in a file.
 
 ``Process`` starts, awaits and ends one; ``vllm`` is the command line and environment of one vLLM server. Its
-roles are ``render`` (no engine), ``encode``, and ``prefill`` and ``decode``, which hand KV blocks over by NIXL on
-loopback or by files in a shared folder.
+roles are ``render`` (no engine), ``encode``, and ``prefill`` and ``decode``, which hand KV blocks over by NIXL or
+Mooncake on loopback or by files in a shared folder.
 """
 
 from __future__ import annotations
@@ -32,13 +32,27 @@ _DIE_WITH_PARENT = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.e
 
 
 class Process:
-    """A server process, with its URL and its log."""
+    """A server process, with its URL and its log.
 
-    def __init__(self, name: str, command: list[str], port: int, log: Path, env: dict[str, str] | None = None):
+    Attributes:
+        side_port: of a vLLM worker: where others ask for its KV blocks, or, with Mooncake, for its engines.
+        ended: by us.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: list[str],
+        port: int,
+        log: Path,
+        env: dict[str, str] | None = None,
+        side_port: int = 0,
+    ):
         self.name = name
         self.url = f"http://127.0.0.1:{port}"
+        self.side_port = side_port
         self.log = log
-        self.killed = False
+        self.ended = False
         with log.open("wb") as out:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _DIE_WITH_PARENT, *command],
@@ -78,7 +92,7 @@ class Process:
 
     def kill(self) -> None:
         """End the process and its children at once, as a machine that is lost."""
-        self.killed = True
+        self.ended = True
         os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
@@ -91,6 +105,7 @@ class Process:
 
     def stop(self) -> int:
         """End the process by SIGTERM, and what is left of its group by SIGKILL; return the exit status."""
+        self.ended = True
         self.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(HANG_S)
@@ -108,6 +123,7 @@ def vllm(
     role: str,
     python: Path,
     logs: Path,
+    connector: str = "NixlConnector",
     kv_folder: Path | None = None,
     model: Path = MODEL,
     tokenizer: bool = True,
@@ -119,7 +135,8 @@ def vllm(
         role: "render", "encode", "prefill" or "decode".
         python: that of the environment of vllm_env.py.
         logs: the folder for the log.
-        kv_folder: hand KV blocks over in this folder, not by NIXL.
+        connector: how KV blocks are handed over: NixlConnector, NixlPushConnector, MooncakeConnector.
+        kv_folder: hand them over in this folder instead.
         model: the model's folder.
         tokenizer: whether the server has one, and parsers; without, it takes and gives token ids alone.
         flags: more of vLLM's, as kv_cache_memory_bytes="1000000".
@@ -135,20 +152,24 @@ def vllm(
         command += ["--block-size", str(BLOCK_TOKENS)]
         flags.setdefault("kv_cache_memory_bytes", str(128 << 20))  # 1024 blocks
     if role in ("prefill", "decode"):
-        command += ["--kv-transfer-config", json.dumps(_connector(role, kv_folder))]
-        env |= _NIXL | {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_port)}
+        command += ["--kv-transfer-config", json.dumps(_kv_transfer(role, connector, kv_folder))]
+        env |= _TRANSFER
+        env |= dict.fromkeys(("VLLM_NIXL_SIDE_CHANNEL_PORT", "VLLM_MOONCAKE_BOOTSTRAP_PORT"), str(side_port))
     for flag, value in flags.items():
         command += ["--" + flag.replace("_", "-"), value]
     module = [str(python), "-m", "vllm.entrypoints.cli.main"]
-    return Process(role, module + command, port, logs / f"{role}-{port}.log", env)
+    return Process(role, module + command, port, logs / f"{role}-{port}.log", env, side_port)
 
 
-def _connector(role: str, kv_folder: Path | None) -> dict[str, object]:
-    kv_role = "kv_producer" if role == "prefill" else "kv_consumer"
-    if kv_folder is None:
-        return {"kv_connector": "NixlConnector", "kv_role": kv_role, "kv_buffer_device": "cpu"}
-    folder = {"shared_storage_path": str(kv_folder)}
-    return {"kv_connector": "ExampleConnector", "kv_role": kv_role, "kv_connector_extra_config": folder}
+def _kv_transfer(role: str, connector: str, kv_folder: Path | None) -> dict[str, object]:
+    config: dict[str, object] = {"kv_role": "kv_producer" if role == "prefill" else "kv_consumer"}
+    if kv_folder is not None:
+        folder = {"shared_storage_path": str(kv_folder)}
+        return config | {"kv_connector": "ExampleConnector", "kv_connector_extra_config": folder}
+    config |= {"kv_connector": connector, "kv_buffer_device": "cpu"}
+    if connector == "MooncakeConnector":
+        config["kv_connector_extra_config"] = {"mooncake_protocol": "tcp"}
+    return config
 
 
 _PARSERS = ["--reasoning-parser", "qwen3", "--tool-call-parser", "hermes", "--enable-auto-tool-choice"]
@@ -167,4 +188,9 @@ _CORES = {
     "PD_E2E_BUSY_LOOP_S": "0.05",
     "PD_E2E_PROGRESS_DELAY_US": "1000",
 }
-_NIXL = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo", "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1"}
+_TRANSFER = {
+    "UCX_TLS": "tcp",
+    "UCX_NET_DEVICES": "lo",
+    "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+    "MC_TCP_BIND_ADDRESS": "127.0.0.1",
+}

@@ -39,6 +39,7 @@ PYTHON_FILES = {"0.32": None, "0.33": "vllm==0.33.0"}  # None: those of the CPU 
 TORCH = "torch==2.13.0+cpu"
 # Without its requirements: they name both CUDA builds. nixl-cu12 loads without CUDA, and its UCX speaks TCP.
 NIXL = ("nixl==1.5.1", "nixl-cu12==1.5.1")
+MOONCAKE = "mooncake-transfer-engine-non-cuda==0.3.13"
 
 # Their published builds do not import beside a CPU torch, and a server of text needs none of them.
 NOT_ON_CPU = {"torchvision", "torchaudio", "torchcodec"}
@@ -51,14 +52,14 @@ MARKER = "pd-e2e-complete"
 
 
 class Patch(NamedTuple):
-    """One line of an installed file, made to obey an environment variable (set in servers.py)."""
+    """One line of an installed file, made to obey an environment variable (set in servers.py) or to do on a CPU."""
 
     file: str
     old: str
     new: str
 
 
-# As published, two NIXL servers on two cores starve each other: decodes of 1-30 s in place of 0.05 s.
+# As published, two NIXL servers on two cores starve each other (the first three): decodes of 1-30 s, not of 0.05 s.
 PATCHES = (
     # The connector pins each worker to the last core: every server to the same one.
     Patch(
@@ -77,6 +78,18 @@ PATCHES = (
         "nixl_cu12/_api.py",
         "agent_config.pthrDelay = 0",
         'agent_config.pthrDelay = int(__import__("os").environ.get("PD_E2E_PROGRESS_DELAY_US", "0"))',
+    ),
+    # Mooncake asks for the number of the GPU, which torch refuses where there is none. On a CPU nothing goes by it.
+    Patch(
+        "vllm/distributed/kv_transfer/kv_connector/v1/mooncake/mooncake_connector.py",
+        "self.device_id = torch.accelerator.current_device_index()",
+        "self.device_id = torch.accelerator.current_device_index() if torch.accelerator.is_available() else 0",
+    ),
+    # Its bootstrap server listens to every network.
+    Patch(
+        "vllm/distributed/kv_transfer/kv_connector/v1/mooncake/mooncake_connector.py",
+        'MooncakeBootstrapServer("0.0.0.0", port)',
+        'MooncakeBootstrapServer(envs.VLLM_HOST_IP or "0.0.0.0", port)',
     ),
 )
 
@@ -118,6 +131,8 @@ def _make(version: str, env: Path) -> None:
         _pip(env, "install", *requirements, why="vLLM's requirements could not be installed")
         _overlay(cpu_build, python_files, requirements, site=_site_packages(env))
     _pip(env, "install", "--no-deps", *NIXL, why="NIXL could not be installed")
+    _pip(env, "install", MOONCAKE, why="Mooncake could not be installed")
+    _lend_verbs(_site_packages(env))
     for patch in PATCHES:
         _apply(patch, _site_packages(env))
     (env / MARKER).write_text(f"vLLM {version}\n")
@@ -169,6 +184,16 @@ def _apply(patch: Patch, site: Path) -> None:
     if text.count(patch.old) != 1:
         raise SystemExit(f"{patch.file}: {patch.old!r} is there {text.count(patch.old)} times; mend PATCHES")
     file.write_text(text.replace(patch.old, patch.new))
+
+
+def _lend_verbs(site: Path) -> None:
+    """Let Mooncake have the libibverbs that NIXL carries: it asks for the system's, also where it speaks TCP alone."""
+    into = site / "mooncake_transfer_engine_non_cuda.libs"
+    for name in ("libibverbs", "libnl-3", "libnl-route-3"):
+        (library,) = site.glob(f"nixl_cu12.libs/{name}-*.so*")
+        (into / library.name).symlink_to(library)
+    (library,) = into.glob("libibverbs-*")
+    (into / "libibverbs.so.1").symlink_to(library)
 
 
 def _download(env: Path, requirement: str, into: Path) -> Path:

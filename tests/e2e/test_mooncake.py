@@ -1,0 +1,111 @@
+"""Mooncake: both legs in flight, over TCP. Last comes what decode keeps room for until it gives up."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import openai
+import pytest
+
+from tests.e2e.conftest import VLLM_VERSION, Pair
+from tests.e2e.conversations import conversation
+from tests.e2e.lineups import LINEUPS
+from tests.e2e.pairs import Taken, at_rest, until
+from tests.e2e.routes import ROUTES, TALK, chat
+from tests.e2e.test_kv_transfer import prompt, read
+from tests.e2e.wire import Metrics
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.e2e.conftest import Coordinator
+    from tests.e2e.servers import Process
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.skipif(VLLM_VERSION == "0.32", reason="held against vLLM 0.33 alone"),
+]
+
+# A prompt between the two is refused by prefill alone.
+PREFILL_LEN = 2048
+
+
+@pytest.fixture(scope="module")
+def mooncake(start_for_module: Callable[..., list[Process]]) -> Pair:
+    small = ("prefill", {"max_model_len": str(PREFILL_LEN)})
+    return Pair(*start_for_module(small, "decode", connector="MooncakeConnector"))
+
+
+@pytest.fixture(params=["openai", "text"])
+def lineup(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def front(coordinator: Callable[[dict], Coordinator], mooncake: Pair, lineup: str) -> Coordinator:
+    return coordinator(config(mooncake, lineup))
+
+
+def config(pair: Pair, lineup: str) -> dict:
+    """Return a line-up with both legs in one step; decode renders too."""
+    made = LINEUPS[lineup].config(pair.decode.url, pair.prefill.url, pair.decode.url, kv_connector="kv-mooncake")
+    # A new connection for each leg: a worker that was paused closes those it has kept for 5 s before it reads on.
+    made["pools"]["prefill"] |= {"bootstrap_port": pair.prefill.side_port, "idle_conn_timeout": "1ms"}
+    *before, _, decode = made["pipeline"]["steps"]
+    made["pipeline"]["steps"] = [*before, decode | {"type": "prefill-decode"}]
+    return made
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("route", ROUTES)
+def test_decode_takes_the_whole_prompt_from_prefill(
+    front: Coordinator, mooncake: Pair, route: str, stream: bool
+) -> None:
+    taken = Taken(mooncake.decode)
+    told = ROUTES[route](front, mooncake.decode, stream)
+    assert told.text.strip("\n") == TALK.expect["content"]
+    taken.check(told.prompt_tokens)
+    until(lambda: at_rest(*mooncake), "nothing is left")
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_a_client_who_leaves_before_prefill_has_ended_leaves_nothing(
+    front: Coordinator, mooncake: Pair, stream: bool
+) -> None:
+    """Prefill is paused, and decode keeps room for its blocks: only when they come can it be free."""
+    chat(front, mooncake.decode, stream)  # so that the engine behind the bootstrap server is known
+    mooncake.prefill.pause()
+    try:
+        async with front.async_sdk() as sdk, asyncio.TaskGroup() as group:
+            asking = group.create_task(read(sdk, TALK.ask(stream=stream)))
+            waits = lambda: Metrics(mooncake.decode.url).waiting == 1  # noqa: E731
+            await asyncio.to_thread(until, waits, "decode waits for the blocks")
+            asking.cancel()
+        gone = lambda: Metrics(mooncake.decode.url).waiting == 0  # noqa: E731
+        await asyncio.to_thread(until, gone, "decode waits no more")
+        assert Metrics(mooncake.decode.url).kv_usage > 0
+    finally:
+        mooncake.prefill.go_on()
+    await asyncio.to_thread(until, lambda: at_rest(*mooncake), "nothing is left")
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_a_client_who_leaves_during_decode_stops_it(front: Coordinator, mooncake: Pair, stream: bool) -> None:
+    asked = conversation("Never stop.").ask(max_tokens=1500, stream=stream)
+    async with front.async_sdk() as sdk, asyncio.TaskGroup() as group:
+        asking = group.create_task(read(sdk, asked))
+        decoding = lambda: Metrics(mooncake.decode.url).running == 1  # noqa: E731
+        await asyncio.to_thread(until, decoding, "decode runs the request")
+        asking.cancel()
+    await asyncio.to_thread(until, lambda: at_rest(*mooncake), "nothing is left")
+
+
+def test_a_prompt_that_prefill_refuses_is_answered_with_its_refusal(front: Coordinator, mooncake: Pair) -> None:
+    """Decode would wait for blocks that never come."""
+    with pytest.raises(openai.BadRequestError) as refused:
+        front.sdk.chat.completions.create(**prompt(PREFILL_LEN + 500).ask(max_tokens=8))
+    assert str(PREFILL_LEN) in refused.value.message
+    until(lambda: Metrics(mooncake.decode.url).waiting == 0, "decode waits no more")
+    told = chat(front, mooncake.decode, False)
+    assert told.text.strip("\n") == TALK.expect["content"]
