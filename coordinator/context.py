@@ -19,7 +19,7 @@ slot                  set by                  read by
 ``prefill_at``        upstream                upstream (who cannot decode: none fetches from itself)
 ``failed``            upstream                upstream (workers to avoid when a leg is made again)
 ``prompt_tokens``     routing                 routing (what a leg weighs)
-``blocks``            routing                 routing (what the prompt begins with)
+``chains``            routing                 routing (what the prompt begins with)
 ``places``            server                  pipeline, prefill-decode (give prefill's back early)
 ``queued_s``          server                  the access log, Server-Timing
 ``trace``             server                  upstream (a span for each call of a worker)
@@ -190,7 +190,7 @@ class RequestContext:
     on_late_handover: Callable[[], None] = _nobody_left
     failed: list[Any] = field(default_factory=list)
     prompt_tokens: int | None = None
-    blocks: tuple[Any, Sequence[int]] | None = None
+    chains: dict[Any, Sequence[int]] = field(default_factory=dict)
     places: Places | None = None
     heard: dict[str, list[str]] = field(default_factory=dict)
     carried: dict[str, str] = field(default_factory=dict)

@@ -23,6 +23,8 @@ from coordinator.rules import ROLES
 from coordinator.upstream import RoleLink
 from envelope.errors import NoWorker
 from steps.derender import Derender
+from steps.prefill import Prefill
+from steps.prefill_decode import PrefillDecode
 from steps.render import Render
 
 if TYPE_CHECKING:
@@ -47,13 +49,14 @@ if TYPE_CHECKING:
 def links(config: Config, steps: Sequence[Step], credentials: Credentials | Closed) -> dict[str, RoleLink]:
     """Return how each role that the steps use is reached."""
     found: dict[str, RoleLink] = {}
+    counts = any(isinstance(step, (Prefill, PrefillDecode)) and step.params.min_uncached_tokens for step in steps)
     for role in (*ROLES, "render"):
         pool: Pool | None = getattr(config.pools, role, None)
         if pool is not None:
             at: Path = ("pools", role)
             headers, tls = credentials.headers(pool, at), credentials.verification(pool, at)
             found[role] = RoleLink(
-                _pool_router(config, role, pool, headers, tls),
+                _pool_router(config, role, pool, headers, tls, all_tokens=role == "decode" and counts),
                 pool.max_idle_conns_per_host,
                 pool.idle_conn_timeout,
                 tls=tls,
@@ -86,10 +89,16 @@ def links(config: Config, steps: Sequence[Step], credentials: Credentials | Clos
 
 
 def _pool_router(
-    config: Config, role: str, pool: Pool, headers: Sequence[tuple[str, str]], tls: ssl.SSLContext | None
+    config: Config,
+    role: str,
+    pool: Pool,
+    headers: Sequence[tuple[str, str]],
+    tls: ssl.SSLContext | None,
+    *,
+    all_tokens: bool,
 ) -> PoolRouter | HeaderRouter:
     if pool.header is None:
-        return pool_router(role, pool, Members(pool.endpoints or (), headers), tls)
+        return pool_router(role, pool, Members(pool.endpoints or (), headers), tls, all_tokens=all_tokens)
     assert pool.allow is not None
     if pool is config.pools.encode:
         return HeaderRouter(pool.header, pool.allow, spread=True, headers=headers)

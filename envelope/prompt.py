@@ -1,6 +1,6 @@
 """How long a prompt is, and what it begins with, before any worker has seen it: for choosing the worker.
 
-Both are exact where the prompt's tokens are known. A prompt that is still text is measured by its characters.
+Both are exact where the prompt's tokens are numbers. What is still text is measured by its characters.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from envelope.client_request import prompt_token_ids
 from envelope.json_codec import dumps
+from envelope.token_ids import TokenIds
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,6 +34,8 @@ def known_tokens(api: Format, body: Json, rendered: Json | None) -> Sequence[int
 def count_tokens(api: Format, body: Json, rendered: Json | None) -> int:
     """Return how many tokens a prompt has, or about how many."""
     known = known_tokens(api, body, rendered)
+    if isinstance(known, TokenIds):
+        return known.about()
     return _characters(body) // CHARACTERS_PER_TOKEN if known is None else len(known)
 
 

@@ -16,6 +16,9 @@ from envelope.errors import LegUnreadable
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+CHARACTERS_PER_ID = 6
+"""Of a prompt of most models, with the comma."""
+
 # What may stand between the brackets becomes 0, all else x.
 _LOOKED_AT = bytes(48 if byte in b"0123456789," else 120 for byte in range(256))
 
@@ -54,6 +57,14 @@ class TokenIds(Sequence[int]):
         if self._numbers is None:
             self._numbers = _numbers(self.raw)
         return self._numbers
+
+    def behind(self, place: int) -> int:
+        """Return how many ids end behind a place in the text."""
+        return self.raw.count(b",", place) + 1
+
+    def about(self) -> int:
+        """Return how many there are, or about how many: to count those of 1 MB takes 1.5 ms."""
+        return len(self.raw) // CHARACTERS_PER_ID if self._numbers is None else len(self._numbers)
 
     def __len__(self) -> int:
         return self.raw.count(b",") + 1 if self._numbers is None else len(self._numbers)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 Buffer = bytes | memoryview
 
 LONG = 16 * 1024
+MANY_IDS = 1024  # bytes of an answer; from there on it costs less to keep the ids' text than to parse them
 
 _MARK = secrets.token_hex(16)
 _STAND_IN = b'"%b"' % _MARK.encode()
@@ -111,7 +112,7 @@ def loads_body(api: Format, raw: bytes, *, long: int = LONG) -> Any:
     return loads(raw) if whole is None else whole
 
 
-def loads_rendered(raw: bytes, *, long: int = LONG) -> Any:
+def loads_rendered(raw: bytes, *, long: int = MANY_IDS) -> Any:
     """Parse a renderer's answer as ``loads_lenient`` does; many token ids stay text.
 
     Raises:

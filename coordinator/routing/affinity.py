@@ -12,17 +12,17 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from random import randrange
+from random import getrandbits
 from typing import TYPE_CHECKING
 
-from coordinator.routing.blocks import chain
+from coordinator.routing.blocks import chain, tokens_behind
 from coordinator.routing.ring import Ring
-from envelope.prompt import count_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from coordinator.context import RequestContext
+    from coordinator.routing.blocks import Marks
     from coordinator.routing.policies import Usable
     from coordinator.routing.router import PoolLoad, Worker
 
@@ -42,19 +42,17 @@ class PrefixAffinity:
     """
     Args:
         pool: what the workers do together.
-        block_tokens: tokens of one block.
-        remembered_blocks: how many blocks the table has; the ones that were not asked for the longest go first.
+        where: the marks at which prompts are compared.
+        remembered_blocks: how many marks the table has; the ones that were not asked for the longest go first.
         max_load: how many times the mean load a worker may have.
         free_tokens: tokens in flight that a worker may have whatever the others have.
     """
 
     weighs = True
 
-    def __init__(
-        self, pool: PoolLoad, block_tokens: int, remembered_blocks: int, max_load: float, free_tokens: int
-    ) -> None:
+    def __init__(self, pool: PoolLoad, where: Marks, remembered_blocks: int, max_load: float, free_tokens: int) -> None:
         self._pool = pool
-        self._block_tokens = block_tokens
+        self._marks = where
         self._remembered_blocks = remembered_blocks
         self._max_load = max_load
         self._free_tokens = free_tokens
@@ -71,63 +69,67 @@ class PrefixAffinity:
         self._ring.use(workers)
 
     def take_over(self, before: PrefixAffinity) -> None:
-        """Go on with another's table, which begins with an empty one; blocks of another size are other blocks."""
-        if before._block_tokens == self._block_tokens:
+        """Go on with another's table, which begins with an empty one; with other marks it says nothing."""
+        if before._marks is self._marks:
             self._table, before._table = before._table, OrderedDict()
             self._stays, before._stays = before._stays, {worker: _Stay(worker) for worker in before._stays}
 
     def choose(self, ctx: RequestContext, usable: Usable = None, *, again: bool = False) -> Worker | None:
-        blocks = chain(ctx, self._block_tokens)
-        seen = self._seen(blocks)
-        return self._of_those_sent_it(blocks, seen, usable) or self._by_ring(blocks, seen, usable)
+        numbers, limit = chain(ctx, self._marks), self._limit()
+        worker, seen = self._of_those_sent_it(numbers, limit, usable)
+        if worker is None:
+            # A prompt shorter than a block has nothing worth keeping together, so any place will do.
+            place = numbers[min(seen, len(numbers) - 1)] if numbers else getrandbits(64) - (1 << 63)
+            worker = self._by_ring(place, limit, usable)
+        return worker
 
     def remember(self, ctx: RequestContext, worker: Worker) -> None:
         """Note that a worker is sent this request's prompt."""
         if (stay := self._stays.get(worker)) is not None:
-            self._remember(chain(ctx, self._block_tokens), stay)
+            self._remember(chain(ctx, self._marks), stay)
 
     def uncached_tokens(self, ctx: RequestContext, usable: Usable = None) -> int:
         """Return how many of a prompt's tokens the worker that would be chosen now was not sent before."""
-        blocks = chain(ctx, self._block_tokens)
-        self._of_those_sent_it(blocks, self._seen(blocks), usable)
+        self._of_those_sent_it(chain(ctx, self._marks), self._limit(), usable)
         known, _ = self._last
-        return count_tokens(ctx.api, ctx.body, ctx.rendered) - known * self._block_tokens
+        return tokens_behind(ctx, self._marks, known)
 
     def why(self, worker: Worker) -> str:
         known, blocks = self._last
-        how = f"it was sent {known} of the prompt's {blocks} blocks before" if known else f"by hash of {blocks} blocks"
-        how = how if blocks else "the prompt is shorter than a block"
+        if not blocks:
+            how = "the prompt is shorter than a block"
+        elif known:
+            how = f"it was sent at least {known} of the prompt's first {blocks} blocks before"
+        else:
+            how = f"by hash of {blocks} blocks"
         return f"{how}, with {worker.in_flight} legs and {worker.tokens} tokens in flight"
 
-    def _seen(self, blocks: Sequence[int]) -> list[tuple[_Stay, ...]]:
-        """Return who was sent each block, up to the first that nobody was sent."""
-        found, table = [], self._table
-        for block in blocks:
-            if (holders := table.get(block)) is None:
-                break
-            found.append(holders)
-        return found
+    def _of_those_sent_it(self, numbers: Sequence[int], limit: float, usable: Usable) -> tuple[Worker | None, int]:
+        """Return the worker that was sent the most, if that is enough; of several the one with the least load.
 
-    def _of_those_sent_it(
-        self, blocks: Sequence[int], seen: Sequence[tuple[_Stay, ...]], usable: Usable
-    ) -> Worker | None:
-        """Return the worker that was sent the most, if that is enough; of several the one with the least load."""
-        self._last = 0, len(blocks)
-        limit, before = self._limit(), None
-        for known in range(len(seen), 0, -1):
-            if known < _SEEN_ENOUGH * len(blocks):
+        Beside it: how many marks were sent to somebody who is still here.
+        """
+        table, blocks = self._table, self._marks.blocks
+        whole = blocks[len(numbers) - 1] if numbers else 0
+        self._last = 0, whole
+        seen, before = 0, None
+        for mark in range(len(numbers), 0, -1):
+            enough = blocks[mark - 1] >= _SEEN_ENOUGH * whole
+            if seen and not enough:
                 break
-            holders = seen[known - 1]
-            if holders is not before and (worker := _least(holders, limit, usable)) is not None:
-                self._last = known, len(blocks)
-                return worker
+            holders = table.get(numbers[mark - 1])
+            if holders is None or holders is before:
+                continue
             before = holders
-        return None
+            if enough and (worker := _least(holders, limit, usable)) is not None:
+                self._last = blocks[mark - 1], whole
+                return worker, mark
+            if not seen and any(stay.here for stay in holders):
+                seen = mark
+        return None, seen
 
-    def _by_ring(self, blocks: Sequence[int], seen: Sequence[tuple[_Stay, ...]], usable: Usable) -> Worker | None:
-        limit, least = self._limit(), None
-        # A prompt shorter than a block has nothing worth keeping together, so any place will do.
-        place = blocks[min(_known(seen), len(blocks) - 1)] if blocks else randrange(-(2**63), 2**63)
+    def _by_ring(self, place: int, limit: float, usable: Usable) -> Worker | None:
+        least = None
         for worker in self._ring.after(place):
             if usable is not None and not usable(worker):
                 continue
@@ -140,32 +142,23 @@ class PrefixAffinity:
         """Return the load above which a worker gets nothing more; never all of them are above it."""
         return max(self._max_load * self._pool.tokens / (len(self._stays) or 1), self._free_tokens)
 
-    def _remember(self, blocks: Sequence[int], stay: _Stay) -> None:
+    def _remember(self, numbers: Sequence[int], stay: _Stay) -> None:
         table = self._table
         alone: tuple[_Stay, ...] = (stay,)
         before, now = alone, alone
-        for block in reversed(blocks):  # the first block last, as without it the others are not found
-            holders = table.get(block)
+        for number in reversed(numbers):
+            holders = table.get(number)
             if holders is None:
-                table[block] = alone
+                table[number] = alone
                 continue
-            if holders is not before:  # blocks that went the same way share one tuple
-                before, now = holders, holders if stay in holders else (stay, *holders[: _HOLDERS - 1])
-            if now is not holders:
-                table[block] = now
-            table.move_to_end(block)
+            table.move_to_end(number)
+            if stay in holders:  # and so it is in what comes before it
+                break
+            if holders is not before:  # what went the same way shares one tuple
+                before, now = holders, (stay, *holders[: _HOLDERS - 1])
+            table[number] = now
         while len(table) > self._remembered_blocks:
             table.popitem(last=False)
-
-
-def _known(seen: Sequence[tuple[_Stay, ...]]) -> int:
-    """Return how many blocks were sent to somebody who is still here."""
-    here: tuple[_Stay, ...] = ()
-    for number, holders in enumerate(seen):
-        if holders is not here and not any(stay.here for stay in holders):
-            return number
-        here = holders
-    return len(seen)
 
 
 def _least(holders: Sequence[_Stay], limit: float, usable: Usable) -> Worker | None:

@@ -6,6 +6,7 @@ import time
 from typing import TYPE_CHECKING
 
 from coordinator.routing.affinity import PrefixAffinity
+from coordinator.routing.blocks import marks
 from coordinator.routing.health import Health, HealthLimits
 from coordinator.routing.load import Asking, LoadWatch, Reports
 from coordinator.routing.policies import LeastLoaded, PowerOfTwo, Random, RoundRobin
@@ -19,13 +20,20 @@ if TYPE_CHECKING:
     from coordinator.routing.policies import Policy
 
 
-def pool_router(role: str, pool: Pool, members: Members, tls: ssl.SSLContext | None) -> PoolRouter:
-    """Return the router of a pool; ``members`` are its workers, however they are found."""
+def pool_router(
+    role: str, pool: Pool, members: Members, tls: ssl.SSLContext | None, *, all_tokens: bool = False
+) -> PoolRouter:
+    """Return the router of a pool.
+
+    Args:
+        members: its workers, however they are found.
+        all_tokens: somebody asks how many tokens of a prompt a worker was not sent before.
+    """
     watch = None
     if pool.policy == "load_aware":
         policy, watch = _load_aware(pool, members, tls)
     else:
-        policy = _policy(pool, members)
+        policy = _policy(pool, members, all_tokens)
     return PoolRouter(
         members,
         policy,
@@ -37,7 +45,7 @@ def pool_router(role: str, pool: Pool, members: Members, tls: ssl.SSLContext | N
     )
 
 
-def _policy(pool: Pool, members: Members) -> Policy:
+def _policy(pool: Pool, members: Members, all_tokens: bool) -> Policy:
     params = pool.policy_params
     match pool.policy:
         case "random":
@@ -47,9 +55,8 @@ def _policy(pool: Pool, members: Members) -> Policy:
         case "least_inflight":
             return LeastLoaded(members.load)
         case "prefix_affinity":
-            return PrefixAffinity(
-                members.load, params.block_tokens, params.remembered_blocks, params.max_load, params.free_tokens
-            )
+            where = marks(params.block_tokens, all_tokens)
+            return PrefixAffinity(members.load, where, params.remembered_blocks, params.max_load, params.free_tokens)
         case _:
             return RoundRobin()
 

@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 from collections import Counter
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from coordinator.routing.affinity import PrefixAffinity
-from coordinator.routing.blocks import chain
+from coordinator.routing.blocks import Marks, chain, marks
 from coordinator.routing.ring import Ring
 from coordinator.routing.router import PoolLoad, Worker
 from envelope.formats import Format
+from envelope.json_codec import dumps
+from envelope.token_ids import CHARACTERS_PER_ID, TokenIds
 from tests.coordinator.routing.pools import asked, made
 
 BLOCK = 16
+SAMPLED, ALL = marks(BLOCK, False), marks(BLOCK, True)
 MANY = [f"http://10.0.0.{number}:8000" for number in range(20)]
 
 
 def affinity(
-    urls: list[str] = MANY, remembered_blocks: int = 1000, max_load: float = 1.25, free_tokens: int = 1000
+    urls: list[str] = MANY, *, all_tokens: bool = False, remembered_blocks: int = 1000
 ) -> tuple[PrefixAffinity, list[Worker]]:
     pool = PoolLoad()
-    policy = PrefixAffinity(pool, BLOCK, remembered_blocks, max_load, free_tokens)
+    policy = PrefixAffinity(pool, marks(BLOCK, all_tokens), remembered_blocks, max_load=1.25, free_tokens=1000)
     workers = [Worker(url, (), pool) for url in urls]
     policy.use(workers)
     return policy, workers
@@ -49,7 +55,7 @@ def test_the_turns_of_a_conversation_go_to_one_worker_and_conversations_to_all()
     for number, worker in first.items():
         longer = [*prompt(number), *prompt(number + 500, 4)]
         assert chosen(policy, *longer) is worker
-        assert policy.why(worker).startswith("it was sent 10 of the prompt's 14 blocks before")
+        assert policy.why(worker).startswith("it was sent at least 8 of the prompt's first 12 blocks before")
     assert set(first.values()) == set(workers)
 
 
@@ -70,9 +76,9 @@ def test_replicas_that_know_nothing_of_each_other_choose_the_same_worker() -> No
 def test_blocks_have_the_same_numbers_in_every_process() -> None:
     """Python gives texts another hash in each process; what is chosen must not depend on one."""
     code = (
-        "from tests.coordinator.routing.pools import asked; from coordinator.routing.blocks import chain\n"
+        "from tests.coordinator.routing.pools import asked; from coordinator.routing.blocks import chain, marks\n"
         "body = {'model': 'm', 'cache_salt': 's', 'messages': [{'role': 'user', 'content': 'a' * 200}]}\n"
-        "print(*chain(asked(range(64)), 16), *chain(asked(body=body), 16))"
+        "print(*chain(asked(range(64)), marks(16, False)), *chain(asked(body=body), marks(16, False)))"
     )
     outputs = {
         subprocess.run(
@@ -98,7 +104,7 @@ def test_a_worker_with_more_than_its_share_gets_nothing_more() -> None:
 
 def test_nobody_is_above_his_share_while_he_has_next_to_nothing() -> None:
     """Three times the mean of a pool that is nearly idle is no overload."""
-    policy, _ = affinity(free_tokens=1000)
+    policy, _ = affinity()
     home = chosen(policy, *prompt(1))
     home.begin(1000)
     assert chosen(policy, *prompt(1)) is home
@@ -130,18 +136,19 @@ def test_the_longest_prefix_that_was_sent_decides() -> None:
 
 
 def test_the_table_is_bounded_and_forgets_what_was_not_asked_for_longest() -> None:
-    policy, _ = affinity(remembered_blocks=25)
-    chosen(policy, *prompt(1))
-    chosen(policy, *prompt(2))
-    chosen(policy, *prompt(1))
-    chosen(policy, *prompt(3))
+    policy, _ = affinity(all_tokens=True, remembered_blocks=25)
+    for number in (1, 2, 1, 3):
+        chosen(policy, *prompt(number))
     assert len(policy._table) == 25
     known = [policy.uncached_tokens(asked(prompt(number))) for number in (1, 2, 3)]
-    assert known == [0, 5 * BLOCK, 0], "the first five of the second's are left, as the last would be of no use alone"
+    assert known == [0, 0, 0]
+    assert policy.uncached_tokens(asked(prompt(1, 8))) == 4 * BLOCK, "what it was before it grew is asked for no more"
+    chosen(policy, *prompt(4, 7))
+    assert policy.uncached_tokens(asked(prompt(2))) == 3 * BLOCK, "its end goes first, its beginning may serve others"
 
 
 def test_a_worker_that_left_is_not_taken_to_have_what_it_had() -> None:
-    policy, workers = affinity()
+    policy, workers = affinity(all_tokens=True)
     home = chosen(policy, *prompt(1))
     assert policy.uncached_tokens(asked(prompt(1))) == 0
     policy.use([worker for worker in workers if worker is not home])
@@ -170,7 +177,7 @@ def test_when_a_worker_leaves_only_its_prompts_move() -> None:
 
 
 def test_what_nobody_was_sent_is_uncached_and_a_beginning_is_not() -> None:
-    policy, _ = affinity()
+    policy, _ = affinity(all_tokens=True)
     assert policy.uncached_tokens(asked(prompt(1))) == 10 * BLOCK
     chosen(policy, *prompt(1))
     assert policy.uncached_tokens(asked([*prompt(1), 1, 2, 3])) == 3
@@ -180,7 +187,7 @@ def test_what_nobody_was_sent_is_uncached_and_a_beginning_is_not() -> None:
 
 def test_a_choice_that_nothing_came_of_is_not_remembered() -> None:
     """Another worker is looked for after every failure, also where the leg may not be sent there."""
-    router = made("prefix_affinity")
+    router = made("prefix_affinity", all_tokens=True)
     ctx = asked(range(1000))
     first = router.pick(ctx)
     assert first is not None and router.uncached_tokens(ctx) == 1000
@@ -195,14 +202,60 @@ def test_a_prompt_shorter_than_a_block_goes_anywhere() -> None:
     assert {chosen(policy, 1, 2, 3) for _ in range(500)} == set(workers)
 
 
+tokens = st.builds(
+    lambda seed, length: random.Random(seed).choices(range(200_000), k=length),
+    st.integers(0, 1 << 32),
+    st.integers(0, 40 * BLOCK),
+)
+
+
+def written(token_ids: list[int]) -> TokenIds:
+    return TokenIds(dumps(token_ids))
+
+
+@pytest.mark.parametrize("where", [SAMPLED, ALL])
+@pytest.mark.parametrize("kept", [list, written])
+@given(same=tokens, one=tokens, other=tokens)
+def test_prompts_share_the_marks_of_what_they_share_and_none_behind_it(
+    where: Marks, kept: Any, same: list[int], one: list[int], other: list[int]
+) -> None:
+    ours, theirs = kept([*same, 1, *one]), kept([*same, 2, *(300_000 + id_ for id_ in other)])
+    chains = [chain(asked(rendered={"token_ids": ids, "model": "m"}), where) for ids in (ours, theirs)]
+    unit = CHARACTERS_PER_ID if kept is written else 1
+    shared = (len(dumps(same)) - (not same) if kept is written else len(same)) // (BLOCK * unit)
+    expected = sum(blocks <= shared for blocks in where.blocks)
+    assert [a == b for a, b in zip(*chains, strict=False)] == [mark < expected for mark in range(min(map(len, chains)))]
+
+
+@pytest.mark.parametrize("kept", [list, written])
+def test_a_prompt_has_few_marks_however_long_it_is(kept: Any) -> None:
+    marks_of = {
+        length: len(chain(asked(rendered={"token_ids": kept([100_000] * length), "model": "m"}), marks(128, False)))
+        for length in (127, 128, 1024, 32_768, 1 << 20)
+    }
+    assert list(marks_of.values()) == ([0, 1, 6, 16, 26] if kept is list else [1, 1, 6, 16, 26])
+
+
+@given(same=tokens, more=tokens)
+def test_tokens_that_differ_are_never_taken_for_cached(same: list[int], more: list[int]) -> None:
+    """They are counted to the last one, whether they came as numbers or as text; what is cached to the block before."""
+    policy, _ = affinity(all_tokens=True)
+    for kept in (list, written):
+        chosen(policy, rendered={"token_ids": kept([*same, 7]), "model": "m"})
+        found = policy.uncached_tokens(asked(rendered={"token_ids": kept([*same, 70, *more]), "model": "m"}))
+        assert 1 + len(more) <= found <= 1 + len(same) + len(more)
+        if len(same) > 2 * len(more) + 8 * BLOCK:
+            assert found <= 1 + len(more) + BLOCK * (CHARACTERS_PER_ID if kept is written else 1)
+
+
 SALTED = {"token_ids": prompt(1), "model": "m", "cache_salt": "tenant"}
 ADAPTER = {"token_ids": prompt(1), "model": "m-lora"}
 
 
 @pytest.mark.parametrize("rendered", [SALTED, ADAPTER])
 def test_another_salt_or_adapter_is_another_prompt_from_the_first_block_on(rendered: Any) -> None:
-    plain, other = chain(asked(prompt(1)), BLOCK), chain(asked(rendered=rendered), BLOCK)
-    assert len(plain) == len(other) == 10 and not set(plain) & set(other)
+    plain, other = chain(asked(prompt(1)), SAMPLED), chain(asked(rendered=rendered), SAMPLED)
+    assert len(plain) == len(other) == 6 and not set(plain) & set(other)
 
 
 def test_other_media_is_another_prompt_from_its_block_on() -> None:
@@ -213,7 +266,7 @@ def test_other_media_is_another_prompt_from_its_block_on() -> None:
         return {"mm_hashes": {"image": list(hashes)}, "mm_placeholders": {"image": places[: len(hashes)]}}
 
     chains = [
-        chain(asked(rendered={"token_ids": prompt(1), "model": "m", "features": media}), BLOCK)
+        chain(asked(rendered={"token_ids": prompt(1), "model": "m", "features": media}), ALL)
         for media in (features("a", "b"), features("a", "c"), features("d", "b"), None)
     ]
     shared = [sum(ours == theirs for ours, theirs in zip(chains[0], other, strict=True)) for other in chains[1:]]
@@ -239,7 +292,7 @@ def conversation(*turns: str, **fields: Any) -> dict[str, Any]:
     ],
 )
 def test_text_is_compared_by_its_bytes_where_there_are_no_tokens(api: Format, first: Any, second: Any) -> None:
-    ours, theirs = (chain(asked(body=body, api=api), BLOCK) for body in (first, second))
+    ours, theirs = (chain(asked(body=body, api=api), ALL) for body in (first, second))
     shared = sum(one == other for one, other in zip(ours, theirs, strict=False))
     assert len(theirs) > len(ours) and shared >= len(ours) - 1 > 3
 
@@ -247,20 +300,21 @@ def test_text_is_compared_by_its_bytes_where_there_are_no_tokens(api: Format, fi
 @pytest.mark.parametrize("other", [{"tools": [{"type": "function"}]}, {"cache_salt": "s"}, {"model": "lora"}])
 def test_text_behind_other_tools_or_under_another_salt_is_another_prompt(other: Any) -> None:
     plain, changed = (
-        chain(asked(body=conversation("one")), BLOCK),
-        chain(asked(body=conversation("one", **other)), BLOCK),
+        chain(asked(body=conversation("one")), SAMPLED),
+        chain(asked(body=conversation("one", **other)), SAMPLED),
     )
     assert plain and not set(plain) & set(changed)
 
 
 def test_a_chain_is_worked_out_once_and_anew_once_the_tokens_are_known() -> None:
     ctx = asked(body=conversation("one"))
-    text = chain(ctx, BLOCK)
-    assert chain(ctx, BLOCK) is text
+    text = chain(ctx, ALL)
+    assert chain(ctx, ALL) is text
     ctx.rendered = {"token_ids": prompt(1), "model": "m"}
-    tokens = chain(ctx, BLOCK)
-    assert len(tokens) == 10 and chain(ctx, BLOCK) is tokens
-    assert len(chain(ctx, 2 * BLOCK)) == 5
+    tokens = chain(ctx, ALL)
+    assert len(tokens) == 10 and chain(ctx, marks(BLOCK, True)) is tokens
+    assert len(chain(ctx, marks(2 * BLOCK, True))) == 5
+    assert chain(ctx, ALL) is tokens, "two pools may have marks of their own"
 
 
 def test_the_ring_goes_round_once_and_meets_everybody() -> None:
