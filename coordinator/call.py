@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from coordinator.headers import downstream_headers
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 _SOON = {"Retry-After": "1"}
 
 _DONE = b"[DONE]"
+_STREAMS = {"stream": True}
 
 
 class Call:
@@ -129,6 +131,7 @@ class Call:
             self._heard = not isinstance(told, LegRejected)
             raise told
         self._first, self._heard = data, True
+        self.leg = replace(self.leg, body=_STREAMS)  # that may last, and the body may be long
 
     async def read_all(self) -> bytes:
         """Return the whole body.
@@ -155,9 +158,10 @@ class Call:
     async def push(self, take: Callable[[bytes], bool]) -> bool:
         """Give the answer's bytes to ``take`` as they come, the first event's included; see ``LiveStream``."""
         if self._head:
-            head = b"".join(self._head)
-            self._head.clear()
-            if not take(head):
+            head, self._head = self._head, []
+            room = take(b"".join(head))
+            del head  # this lasts as long as the stream
+            if not room:
                 return False
         try:
             if self.leg.limits.idle_s is None and self.ends_at is None:

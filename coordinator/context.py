@@ -5,8 +5,10 @@ slot                  set by                  read by
 ====================  ======================  ==========================================
 ``body``              server; another in its  every step, respond
                       place by
-                      replace-media-urls
-``rendered``          render                  encode, prefill, decode, derender, routing, respond
+                      replace-media-urls, and
+                      less of it by pipeline
+``rendered``          render; less of it by   encode, prefill, decode, derender, routing, respond
+                      pipeline
 ``ec_params``         encode                  prefill, decode (where there was no prefill)
 ``prefilled``         prefill                 decode
 ``handover``          prefill                 decode, pipeline (to begin again), release
@@ -39,6 +41,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
+
+from envelope.prompt import without_prompt, without_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -159,7 +163,8 @@ class RequestContext:
     """One request. The first block is its input: nothing in it is ever changed.
 
     ``body`` alone may be replaced, as a whole and by replace-media-urls, before any other step has run: whoever
-    reads it then sees media in the place of URLs, and no second body could be sent by mistake.
+    reads it then sees media in the place of URLs, and no second body could be sent by mistake. When the answer streams,
+    only what it is rebuilt from stays of it.
 
     Attributes:
         request_id: the client's id, on the response and in logs.
@@ -211,6 +216,13 @@ class RequestContext:
         self.leg_id = leg_id
         self.abandoned = self.unfetched()
         self.handover, self.handover_fetched, self.prefilled = None, False, False
+
+    def forget_prompt(self) -> None:
+        """Let go of what legs are made of, once the answer streams: that may last, and no leg is made any more."""
+        self.body, self.handover = without_prompt(self.body), None
+        self.chains.clear()
+        if self.rendered is not None:
+            self.rendered = without_tokens(self.rendered)
 
     def unfetched(self) -> list[Mapping[str, Any]]:
         """Return the hand-overs that no decode worker is known to have read."""

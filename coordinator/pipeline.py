@@ -27,6 +27,8 @@ class Pipeline:
         self._upstream = upstream
         self._events = events
         self._clock = clock
+        # A prefill beside decode may be out still, and what it leaves is fetched by a leg with the prompt.
+        self._forgets = all(step.type != "prefill-decode" for step in self.steps)
         self._prefill = next((i for i, step in enumerate(self.steps) if step.type == "prefill"), None)
 
     async def run(self, ctx: RequestContext) -> None:
@@ -58,6 +60,8 @@ class Pipeline:
             if ctx.places is not None and (step.type == "prefill" or early):
                 ctx.places.free("prefill")  # decode takes far longer, and others can be computed meanwhile
             if ctx.answer is not None:
+                if self._forgets and not isinstance(ctx.answer.source, bytes) and not ctx.unfetched():
+                    ctx.forget_prompt()
                 return
         raise InternalError("the pipeline ended without an answer; its last step must be decode")
 

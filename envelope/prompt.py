@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from envelope.client_request import prompt_token_ids
 from envelope.json_codec import dumps
-from envelope.token_ids import TokenIds
+from envelope.token_ids import Counted, TokenIds
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,6 +24,7 @@ _TEXT = ("messages", "input", "prompt", "instructions", "system", "content", "te
 # What chat templates put before the conversation.
 _BEFORE = ("tools", "system", "instructions")
 _CONVERSATION = ("messages", "input", "prompt")
+_PROMPT = frozenset((*_CONVERSATION, "system", "token_ids", "features"))
 
 
 def known_tokens(api: Format, body: Json, rendered: Json | None) -> Sequence[int] | None:
@@ -47,6 +48,20 @@ def beginning(body: Json, max_bytes: int) -> tuple[bytes, bytes]:
     before = [body[name] for name in _BEFORE if body.get(name)]
     said = next((body[name] for name in _CONVERSATION if body.get(name)), "")
     return dumps(before) if before else b"", dumps(said)[:max_bytes]
+
+
+def without_prompt(body: Json) -> Json:
+    """Return what of a client's body its answer is rebuilt from."""
+    if body.get("echo") or body.get("add_generation_prompt") is False:
+        return body  # the answer goes on with the last message, or as its speaker
+    return {name: value for name, value in body.items() if name not in _PROMPT}
+
+
+def without_tokens(rendered: Json) -> Json:
+    """Return what of a rendered prompt its answer is rebuilt from."""
+    found: Json = {name: rendered.get(name) for name in ("model", "sampling_params")}
+    ids = rendered.get("token_ids") or ()
+    return {**found, "token_ids": ids if rendered.get("return_token_ids") else Counted(ids)}
 
 
 def _characters(value: Any) -> int:

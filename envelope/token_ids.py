@@ -14,7 +14,7 @@ import orjson
 from envelope.errors import LegUnreadable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sized
 
 CHARACTERS_PER_ID = 6
 """Of a prompt of most models, with the comma."""
@@ -91,6 +91,18 @@ class TokenIds(Sequence[int]):
         return self.numbers == (other.numbers if isinstance(other, TokenIds) else other)
 
     __hash__ = None  # type: ignore[assignment]  # as a list has none
+
+
+class Counted:
+    """Token ids of which the number is left: what an answer is rebuilt from."""
+
+    __slots__ = ("_tokens",)
+
+    def __init__(self, tokens: Sized) -> None:
+        self._tokens = len(tokens)
+
+    def __len__(self) -> int:
+        return self._tokens
 
 
 def _numbers(raw: bytes) -> list[int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from envelope.token_ids import TokenIds
+from envelope.token_ids import Counted, TokenIds
 
 if TYPE_CHECKING:
     from envelope.json_codec import Json
@@ -54,4 +54,4 @@ def prompt_length(rendered: Json | None) -> int:
 
 
 def _length(tokens: Any) -> int:
-    return len(tokens) if isinstance(tokens, (list, TokenIds)) else 0
+    return len(tokens) if isinstance(tokens, (list, TokenIds, Counted)) else 0

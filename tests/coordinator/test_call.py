@@ -236,6 +236,7 @@ async def test_a_stream_has_begun_with_its_first_event_and_its_bytes_are_kept(
     call = await opened(*parts, b"tail")
     await call.read_first_event()
     assert call.first_event == first
+    assert (call.leg.body, call.streamed) == ({"stream": True}, True)
     assert b"".join(await read(call)) == b"".join(parts) + b"tail"
 
 

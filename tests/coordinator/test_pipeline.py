@@ -113,6 +113,48 @@ async def test_steps_run_in_their_order_up_to_the_answer() -> None:
     assert ctx.legs == [LegTime("render", 1.0, "ok"), LegTime("decode", 1.0, "ok")]
 
 
+PROMPT = {"messages": [1], "model": "m"}
+
+
+def stream(ctx: RequestContext) -> str:
+    ctx.answer = Answer(object(), Format.CHAT)  # type: ignore[arg-type]  # nobody reads it
+    return "ok"
+
+
+@pytest.mark.parametrize(
+    ("steps", "forgets"),
+    [
+        ([FakeStep("decode", stream)], True),
+        ([FakeStep("render"), FakeStep("decode"), FakeStep("derender", stream)], True),
+        ([FakeStep("decode", answer)], False),
+        ([FakeStep("prefill", hand_over), FakeStep("decode", stream)], False),
+        ([FakeStep("prefill-decode", stream)], False),
+    ],
+    ids=["stream", "derendered stream", "whole", "unread hand-over", "prefill still out"],
+)
+async def test_the_prompt_is_forgotten_when_the_answer_streams_and_no_leg_may_still_need_it(
+    steps: list[FakeStep], forgets: bool
+) -> None:
+    made, _ = pipeline(*steps)
+    ctx = RequestContext("req", "req-1", Format.CHAT, PROMPT, (), {}, True, rendered={"token_ids": [1, 2]})
+    await made.run(ctx)
+    assert ctx.rendered is not None
+    assert (ctx.body == {"model": "m"}) is forgets
+    assert (ctx.rendered["token_ids"] != [1, 2]) is forgets
+    assert PROMPT == {"messages": [1], "model": "m"}
+
+
+async def test_a_fetched_hand_over_is_forgotten_with_the_prompt() -> None:
+    def fetch(ctx: RequestContext) -> str:
+        ctx.handover_fetched = True
+        return stream(ctx)
+
+    made, _ = pipeline(FakeStep("prefill", hand_over), FakeStep("decode", fetch))
+    ctx = context()
+    await made.run(ctx)
+    assert (ctx.handover, ctx.unfetched()) == (None, [])
+
+
 async def test_a_step_s_own_word_is_its_outcome() -> None:
     made, _ = pipeline(FakeStep("prefill", lambda ctx: "skipped"), FakeStep("decode", answer))
     ctx = context()

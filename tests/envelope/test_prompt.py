@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from envelope.formats import Format
-from envelope.prompt import beginning, count_tokens
+from envelope.prompt import beginning, count_tokens, without_prompt, without_tokens
+from envelope.token_ids import TokenIds
+from envelope.usage import prompt_length
 
 TEXT = "x" * 400
 PARTS = [{"type": "text", "text": TEXT}, {"type": "image_url", "image_url": {"url": "data:" + "y" * 10_000}}]
@@ -53,3 +55,24 @@ def test_a_conversation_begins_as_its_earlier_turns_did_and_is_cut_at_the_limit(
     assert before == before_2 == b'[[{"name":"f"}]]' and said_2.startswith(said[:-1])
     assert len(beginning(second, 100)[1]) == 100
     assert beginning({"prompt": "hi"}, 100) == (b"", b'"hi"')
+
+
+def test_what_answers_are_rebuilt_from_is_a_body_without_its_prompt() -> None:
+    prompt = {"messages": [1], "input": "x", "prompt": "x", "system": "x", "token_ids": [1], "features": {}}
+    rest = {"model": "m", "stream": True, "tools": [], "instructions": "x"}
+    assert without_prompt({**prompt, **rest}) == rest
+
+
+@pytest.mark.parametrize("field", [{"echo": True}, {"add_generation_prompt": False}])
+def test_an_answer_that_goes_on_with_the_last_message_is_rebuilt_from_that_too(field: dict[str, Any]) -> None:
+    body = {"messages": [{"role": "user", "content": TEXT}], **field}
+    assert without_prompt(body) == body
+
+
+@pytest.mark.parametrize("ids", [[1, 2, 3], TokenIds(b"[1,2,3]")])
+def test_of_a_rendered_prompt_its_length_is_left_and_its_tokens_where_they_are_shown(ids: Any) -> None:
+    rendered = {"token_ids": ids, "model": "m", "sampling_params": {"n": 2}, "features": {}, "parse_context": {}}
+    left = without_tokens(rendered)
+    assert left.keys() == {"model", "sampling_params", "token_ids"}
+    assert (left["model"], left["sampling_params"], prompt_length(left)) == ("m", {"n": 2}, 3)
+    assert without_tokens({**rendered, "return_token_ids": True})["token_ids"] is ids
