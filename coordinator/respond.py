@@ -199,15 +199,16 @@ class Exchange:
 
     async def _beat(self) -> None:
         """Write a comment line whenever nothing has been written for a while; whole events are never interrupted."""
-        response, written = self._response, -1
+        response = self._response
         try:
-            self._begin()
+            if not response.status:
+                self._begin()
+                response.put(_HEARTBEAT)
             while True:
-                # What the client has yet to take is no silence to it.
-                if written < 0 or (response.written == written and not response.unsent):
-                    response.put(_HEARTBEAT)
                 written = response.written
                 await asyncio.sleep(self._manner.heartbeat_every_s)
+                if response.written == written and not response.unsent:  # what it has yet to take is no silence to it
+                    response.put(_HEARTBEAT)
         except ConnectionError:
             pass  # the request's own task is cancelled by the same event
 

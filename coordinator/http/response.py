@@ -31,11 +31,21 @@ class Response:
         written: bytes of it so far.
     """
 
-    __slots__ = ("_bodiless", "_chunked", "_connection", "_request", "closes", "ended", "status", "written")
+    __slots__ = (
+        "_bodiless",
+        "_chunked",
+        "_connection",
+        "_request",
+        "_waited_for",
+        "closes",
+        "ended",
+        "status",
+        "written",
+    )
 
     def __init__(self, request: Request, connection: Connection) -> None:
         self.status = self.written = 0
-        self.ended = self.closes = False
+        self.ended = self.closes = self._waited_for = False
         self._request = request
         self._connection = connection
         self._chunked = False
@@ -111,8 +121,8 @@ class Response:
 
     @property
     def unsent(self) -> bool:
-        """Whether the client has yet to take some of it."""
-        return self._connection.unsent > 0
+        """Whether the client has yet to take some of it, or somebody waits for it to do so and has more."""
+        return self._waited_for or self._connection.unsent > 0
 
     async def drain(self) -> None:
         """Wait until the client has caught up.
@@ -120,7 +130,11 @@ class Response:
         Raises:
             ConnectionError: the client is gone.
         """
-        await self._connection.drain()
+        self._waited_for = True
+        try:
+            await self._connection.drain()
+        finally:
+            self._waited_for = False
 
     def hang_up(self) -> None:
         """Close the connection behind what was written: an answer that has not ended is seen to be broken."""

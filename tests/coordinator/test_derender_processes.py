@@ -126,7 +126,7 @@ async def test_an_event_of_several_lines_is_still_one_chunk(started: Any) -> Non
 
 async def test_what_a_process_knows_of_the_model_is_known_here(started: Any) -> None:
     assert (await started()).eos_token_id == 7
-    assert ParserPool(settings(), DOUBLE).eos_token_id is None
+    assert ParserPool(settings(), FaultsTold(), nobody, DOUBLE).eos_token_id is None
 
 
 async def test_a_whole_answer_is_parsed_in_one_call(started: Any) -> None:
