@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import os
 import sys
@@ -126,12 +127,20 @@ def _served(config: Config, path: str, steering: Steering) -> tuple[int, list[st
     """Serve in this process; return the exit code, and what is wrong in sentences."""
     from coordinator.serve import serve
 
+    _spare_the_collector()
     try:
         return run(serve(config, path, steering)), []
     except OSError as error:
         return FAILED, [_port_refused(config, path, error)]
     except ConfigError as error:
         return WRONG, error.problems
+
+
+def _spare_the_collector() -> None:
+    """Let the garbage collector pass over what stays until the end, and run less often: it took 6 % of a request."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 10, 10)
 
 
 def _port_refused(config: Config, path: str, error: OSError) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import signal
 from contextlib import AsyncExitStack
@@ -114,19 +113,11 @@ async def serve(config: Config, path: str, steering: Steering) -> None:
             await metrics.listen(address.host, port, metrics_tls, shared=shared)
         await app.server.listen(address.host, address.port, tls, backlog=2048, shared=shared)
         await steering.listening(app.server.addresses)
-        _spare_the_collector()
         async with asyncio.TaskGroup() as tasks:
             steered = tasks.create_task(steering.run())
             await _until_stopped(app.front, stops)
             steered.cancel()
     await steering.end()
-
-
-def _spare_the_collector() -> None:
-    """Let the garbage collector pass over what stays until the end, and run less often: it took 6 % of a request."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(10_000, 10, 10)
 
 
 def _context(certificate: Certificate | None) -> ssl.SSLContext | None:

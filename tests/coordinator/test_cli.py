@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.metadata
 import io
 import json
@@ -62,10 +63,12 @@ def file(tmp_path: Path) -> Callable[..., str]:
 
 @pytest.fixture
 def restored() -> Iterator[None]:
-    """Put logging back as it was: serve and demo set it up."""
+    """Put logging and the garbage collector back as they were: serve and demo set them up."""
     root = logging.getLogger()
-    before = root.handlers[:], root.level
+    before, collected_at = (root.handlers[:], root.level), gc.get_threshold()
     yield
+    gc.unfreeze()
+    gc.set_threshold(*collected_at)
     root.handlers[:] = before[0]
     root.setLevel(before[1])
     access.human = False
