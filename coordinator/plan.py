@@ -7,7 +7,7 @@ one is retired, and closes its connections and its tasks when its last request i
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -118,21 +118,18 @@ class Plan:
             await self.parsers.start()
 
     async def run(self) -> None:
-        """Open what the plan works with, and close it when it is over."""
-        await self.media.start()
-        try:
+        """Open what the plan works with, and close it when it is over: the rest too, where one part cannot be."""
+        async with AsyncExitStack() as stack:
+            if self.parsers is not None:
+                stack.push_async_callback(self.parsers.release)
+            await self.media.start()
+            for closing in (self.media.close, self.upstream.close, self.releaser.close, self.upstream.settle):
+                stack.push_async_callback(closing)  # the last one is called first
             async with asyncio.TaskGroup() as tasks:
                 running = [tasks.create_task(self.faults.keep_up(*work)) for work in self.background]
                 await self._over.wait()
                 for task in running:
                     task.cancel()
-        finally:
-            await self.upstream.settle()
-            await self.releaser.close()
-            await self.upstream.close()
-            await self.media.close()
-            if self.parsers is not None:
-                await self.parsers.release()
 
 
 class Plans:
