@@ -68,6 +68,11 @@ class Faults:
 
 
 def wait_s(failures: int) -> float:
-    """Return how long to wait after so many failures in a row: longer each time, and never in step with others."""
-    longest: float = min(_LONGEST_WAIT_S, _FIRST_WAIT_S * 2.0 ** min(failures - 1, 10))
+    """Return how long to wait after so many failures in a row."""
+    return longer_each_time(failures, _FIRST_WAIT_S, _LONGEST_WAIT_S)
+
+
+def longer_each_time(times: int, first_s: float, longest_s: float) -> float:
+    """Return how long to wait after the first time, the second, ...: twice as long, and never in step with others."""
+    longest: float = min(longest_s, first_s * 2.0 ** min(times - 1, 10))
     return random.uniform(longest / 2, longest)

@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from coordinator.http.server import without_connection
+from coordinator.http.server import refusal_headers
 from coordinator.relay import pump
 from coordinator.shapes import EVENT_STREAM, error_body, error_event, stream_shape, whole_answer
 from coordinator.telemetry.pace import Pace
@@ -219,8 +219,7 @@ async def refuse(request: Request, api: Format | None, request_id: str, error: A
     Raises:
         ClientGone: the client left.
     """
-    headers = [("Content-Type", "application/json"), ("X-Request-Id", request_id), *without_connection(error.headers)]
-    request.response.closes |= "Connection" in error.headers
+    headers = refusal_headers(request, error, request_id)
     await write_whole(request, error.status, headers, error_body(api, error, request_id), manner)
 
 

@@ -6,8 +6,9 @@ only after failures of the worker's side: no connection, a connection that broke
 
 from __future__ import annotations
 
-import random
 from typing import TYPE_CHECKING
+
+from coordinator.background import longer_each_time
 
 if TYPE_CHECKING:
     from coordinator.step import Leg
@@ -66,5 +67,4 @@ def wait_s(attempts: int) -> float:
     """Return how long to wait before the next attempt: nothing at first, then longer, never in step with others."""
     if attempts < 2:
         return 0.0
-    longest = min(_LONGEST_WAIT_S, _FIRST_WAIT_S * 2.0 ** (attempts - 1))
-    return random.uniform(longest / 2, longest)
+    return longer_each_time(attempts, _FIRST_WAIT_S, _LONGEST_WAIT_S)

@@ -23,6 +23,15 @@ PATHS: dict[Format, str] = {
     Format.GENERATE: "/inference/v1/generate",
 }
 
+# Where a client of each API writes its prompt.
+PROMPT_FIELDS: dict[Format, str] = {
+    Format.CHAT: "messages",
+    Format.COMPLETIONS: "prompt",
+    Format.RESPONSES: "input",
+    Format.MESSAGES: "messages",
+    Format.GENERATE: "token_ids",
+}
+
 RENDER_PATHS: dict[Format, str] = {api: path + "/render" for api, path in PATHS.items() if api is not Format.GENERATE}
 
 

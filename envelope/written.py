@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from envelope.formats import Format
+from envelope.formats import PROMPT_FIELDS, Format
 from envelope.json_codec import JSONDecodeError, dumps, loads, loads_lenient
 from envelope.token_ids import TokenIds
 
@@ -35,14 +35,7 @@ _MARK = secrets.token_hex(16)
 _STAND_IN = b'"%b"' % _MARK.encode()
 _IN_ITS_PLACE = orjson.Fragment(_STAND_IN)
 
-_PROMPTS = {
-    Format.CHAT: "messages",
-    Format.COMPLETIONS: "prompt",
-    Format.RESPONSES: "input",
-    Format.MESSAGES: "messages",
-    Format.GENERATE: "token_ids",
-}
-_BEGINS = {name: re.compile(rb'"%b"\s*:\s*(?=[\["])' % name.encode()) for name in _PROMPTS.values()}
+_BEGINS = {name: re.compile(rb'"%b"\s*:\s*(?=[\["])' % name.encode()) for name in PROMPT_FIELDS.values()}
 _ENDS = {
     first: re.compile(rb'%b(?=\s*(?:,\s*"\w+"\s*:|\}\s*\Z))' % re.escape(last))
     for first, last in ((b"[", b"]"), (b'"', b'"'))
@@ -152,7 +145,7 @@ def _kept(text: memoryview) -> WrittenList | WrittenText:
 
 def _find_prompt(api: Format, raw: bytes) -> tuple[str, int, int] | None:
     """Return the name of what holds the prompt, and where it seems to begin and to end."""
-    name = _PROMPTS[api]
+    name = PROMPT_FIELDS[api]
     if (begin := _BEGINS[name].search(raw)) is None:
         return None
     start = begin.end()

@@ -20,7 +20,7 @@ from coordinator.units import BaseUrl, Count, Duration
 from envelope.client_request import first_media, has_media, prompt_token_ids
 from envelope.errors import BadRequest, LegUnreadable
 from envelope.features import FeaturesWrong, check, check_counts, normal
-from envelope.formats import RENDER_PATHS, Format
+from envelope.formats import PROMPT_FIELDS, RENDER_PATHS, Format
 from envelope.kv_transfer import without_transfer_params
 from envelope.legs import from_render, from_token_prompt
 from envelope.media_items import check_kinds, counts, has_sound_in_video, media_items
@@ -233,25 +233,15 @@ class Render:
         return rendered
 
     def _check_limits(self, api: Format, rendered: Json) -> None:
-        most = self.params.max_total_tokens
+        most, field = self.params.max_total_tokens, PROMPT_FIELDS[api]
         if most and (tokens := len(rendered["token_ids"])) > most:
-            raise BadRequest(f"the prompt has {tokens} tokens; at most {most} are accepted here", param=_PROMPTS[api])
+            raise BadRequest(f"the prompt has {tokens} tokens; at most {most} are accepted here", param=field)
         most = self.params.max_total_placeholder_tokens
         if most and (tokens := _placeholder_tokens(rendered)) > most:
             raise BadRequest(
                 f"the media of this request take {tokens} tokens; at most {most} are accepted here",
-                param=_PROMPTS[api],
+                param=field,
             )
-
-
-# Where a client of each API writes its prompt.
-_PROMPTS = {
-    Format.CHAT: "messages",
-    Format.COMPLETIONS: "prompt",
-    Format.RESPONSES: "input",
-    Format.MESSAGES: "messages",
-    Format.GENERATE: "token_ids",
-}
 
 
 def _placeholder_tokens(rendered: Json) -> int:

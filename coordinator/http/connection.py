@@ -178,7 +178,7 @@ class Connection(asyncio.Protocol):
     # What the event loop calls.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport  # type: ignore[assignment]
+        self._transport = transport  # type: ignore[assignment]  # a stream's; uvloop's is no subclass of asyncio's
         self._server.connections.add(self)
         self._wait_for_head()
 

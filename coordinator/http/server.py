@@ -67,6 +67,8 @@ class Server:
         self._refused = refused
         self._listeners: list[asyncio.Server] = []
         self._looking: asyncio.TimerHandle | None = None
+        limits = (patience.head_s, patience.idle_s, patience.write_stall_s)
+        self._look_every_s = min([_LOOK_S, *(limit / 4 for limit in limits if limit)])
 
     async def listen(
         self,
@@ -141,9 +143,7 @@ class Server:
         """Answer a request that no route has taken, and tell of it."""
         client_id = request_id(request.headers.get("X-Request-Id"))
         self._refused(client_id, error)
-        headers = [("Content-Type", "application/json"), ("X-Request-Id", client_id)]
-        headers += without_connection(error.headers)
-        request.response.closes |= "Connection" in error.headers
+        headers = refusal_headers(request, error, client_id)
         try:
             request.response.whole(error.status, headers, error_body(error, client_id))
         except ConnectionError:
@@ -168,9 +168,7 @@ class Server:
         now = loop.time()
         for connection in list(self.connections):
             connection.look(now)
-        limits = (self.patience.head_s, self.patience.idle_s, self.patience.write_stall_s)
-        every = min([_LOOK_S, *(limit / 4 for limit in limits if limit)])
-        self._looking = loop.call_later(every, self._look, loop)
+        self._looking = loop.call_later(self._look_every_s, self._look, loop)
 
 
 def text(request: Request, status: int, body: str) -> None:
@@ -178,9 +176,11 @@ def text(request: Request, status: int, body: str) -> None:
     request.response.whole(status, [("Content-Type", "text/plain; charset=utf-8")], body.encode())
 
 
-def without_connection(headers: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Return an error's headers but for Connection, which its response sees to."""
-    return [(name, value) for name, value in headers.items() if name != "Connection"]
+def refusal_headers(request: Request, error: ApiError, client_id: str) -> list[tuple[str, str]]:
+    """Return the headers of an error's answer; where Connection is among its own, the response is told to close."""
+    request.response.closes |= "Connection" in error.headers
+    own = [(name, value) for name, value in error.headers.items() if name != "Connection"]
+    return [("Content-Type", "application/json"), ("X-Request-Id", client_id), *own]
 
 
 def _shown(path: str) -> str:
