@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING
@@ -35,6 +36,8 @@ _SILENT_S = 1.0
 # A head may be as large as so many of the largest fields, and have so many of any size.
 _LARGEST_FIELDS = 4
 _FIELDS = 128
+
+_BLANKS = b" \t"
 
 _FRAMING = ("Content-Length", "Transfer-Encoding")
 _NO_HTTP = "this is no valid HTTP/1.1 request: "
@@ -81,6 +84,7 @@ class Connection(asyncio.Protocol):
         "_reading",
         "_server",
         "_stalls_at",
+        "_standing_bytes",
         "_target",
         "_transport",
         "_unsent",
@@ -100,6 +104,7 @@ class Connection(asyncio.Protocol):
         self._waiting: deque[Request | ApiError] = deque()
         self.task: asyncio.Task[None] | None = None
         self._target, self._headers, self._head_bytes = b"", CIMultiDict[str](), 0
+        self._standing_bytes = 0  # in reads that brought no head to its end, and nothing of a body
         self._fault: ApiError | None = None  # nothing more is parsed
         self._paused = self._declining = False
         self._discarded_bytes: int | None = None  # None is while everything is read
@@ -138,8 +143,10 @@ class Connection(asyncio.Protocol):
             raise ConnectionResetError("the client is gone")
 
     def close(self) -> None:
-        """Close behind what was written; requests that wait are not answered any more."""
+        """Close behind what was written, if the client takes it; requests that wait are not answered any more."""
         self._waiting.clear()
+        if self.unsent:
+            self._watch_writing()
         self._transport.close()
 
     # What a body calls.
@@ -186,20 +193,24 @@ class Connection(asyncio.Protocol):
         if self._discarded_bytes is not None:
             self._discarded_bytes += len(data)
             return
-        if self._fault is not None:
-            return
-        goes_on = self._head_bytes > 0
         try:
-            self._parser.feed_data(data)
-            if goes_on and self._head_bytes:  # a head that came in pieces, and this was all of one
-                self._head_bytes += len(data)
-                self._check_head_size()
-        except httptools.HttpParserUpgrade as offer:
-            self._decline_upgrade(data[offer.args[0] :])
+            while data and self._fault is None:
+                data = self._read(data)
         except httptools.HttpParserError as error:
             self._end_reading(_fault_of(error))
         except ApiError as fault:
             self._end_reading(fault)
+
+    def _read(self, data: bytes) -> bytes:
+        """Parse some bytes; return those behind a head that offers another protocol."""
+        self._standing_bytes += len(data)
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade as offer:
+            self._decline_upgrade()
+            return data[offer.args[0] :]
+        self._check_head_size(self._standing_bytes)
+        return b""
 
     def connection_lost(self, error: Exception | None) -> None:
         self._server.connections.discard(self)
@@ -217,7 +228,9 @@ class Connection(asyncio.Protocol):
         self._watch_writing()
 
     def resume_writing(self) -> None:
-        self.behind, self._stalls_at = False, inf
+        self.behind = False
+        if not self._transport.is_closing():
+            self._stalls_at = inf
         if self._drained is not None:
             self._drained.set_result(None)
             self._drained = None
@@ -238,19 +251,19 @@ class Connection(asyncio.Protocol):
         self._check_field(len(self._target))
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._declining:
+        if self._declining or self._reading is not None:  # a trailer is no header (RFC 9110, section 6.5.1)
             return
         self._check_field(len(name) + len(value))
         self._head_bytes += len(name) + len(value)
-        self._check_head_size()
+        self._check_head_size(self._head_bytes)
         if len(self._headers) == _FIELDS:
             raise HeadersTooLarge(f"the request has more than {_FIELDS} headers")
-        self._headers.add(name.decode("latin-1"), value.decode("utf-8", "surrogateescape"))
+        self._headers.add(name.decode("latin-1"), value.rstrip(_BLANKS).decode("utf-8", "surrogateescape"))
 
     def on_headers_complete(self) -> None:
         if self._declining:
             return
-        self._head_bytes = 0
+        self._head_bytes = self._standing_bytes = 0
         self._ends_at = inf
         parser = self._parser
         if (version := parser.get_http_version()) not in ("1.1", "1.0"):
@@ -274,15 +287,17 @@ class Connection(asyncio.Protocol):
                 self.pause_reading()
 
     def on_body(self, data: bytes) -> None:
+        self._standing_bytes = 0
         if self._reading is not None:
             self._reading.body.feed(data)
 
     def on_message_complete(self) -> None:
+        self._standing_bytes = 0
         if self._reading is not None and not self._parser.should_upgrade():
             self._reading.body.end()
             self._reading = None
 
-    def _decline_upgrade(self, rest: bytes) -> None:
+    def _decline_upgrade(self) -> None:
         """Read on in HTTP/1.1, where the parser has stopped at the end of a head that offers another protocol.
 
         An offer may be ignored (RFC 9110, section 7.8). Java's own client offers HTTP/2 with the first request of each
@@ -294,8 +309,6 @@ class Connection(asyncio.Protocol):
         self._parser, self._declining = httptools.HttpRequestParser(self), True
         self._parser.feed_data(f"POST / HTTP/1.1\r\n{framing}\r\n".encode())
         self._declining = False
-        if rest:
-            self.data_received(rest)
 
     # How one request follows another.
 
@@ -308,6 +321,9 @@ class Connection(asyncio.Protocol):
             await self._server.answer(request)
             if response.closes and response.ended and not request.body.complete:
                 await self._linger()
+            elif self.behind and not self._transport.is_closing():  # who takes no answers is given no more of them
+                with suppress(ConnectionError):
+                    await self.drain()
         finally:
             self.task = None
             self._go_on(response)
@@ -318,15 +334,16 @@ class Connection(asyncio.Protocol):
             return
         if response.closes or not response.ended:
             self.close()
-        elif self._waiting:
+            return
+        if self._waiting:
             self._take_up(self._waiting.popleft())
-            self.resume_reading()
         elif self._fault is not None:
             self.close()
         elif self._head_bytes:
             self._wait_for_head()
         elif self._server.patience.idle_s is not None:
             self._ends_at = self._loop.time() + self._server.patience.idle_s
+        self.resume_reading()  # a body that nobody has taken may have stopped it
 
     def _take_up(self, next_one: Request | ApiError) -> None:
         if isinstance(next_one, Request):
@@ -387,10 +404,10 @@ class Connection(asyncio.Protocol):
         if size > self._server.max_field_bytes:
             raise HeadersTooLarge("the request line or a header is longer than server.max_header_size allows")
 
-    def _check_head_size(self) -> None:
-        """What no field's limit bounds: fields that are many, or that do not come to their end."""
+    def _check_head_size(self, size: int) -> None:
+        """What no field's limit bounds: fields that are many, or do not come to their end; of a trailer too."""
         limit = _LARGEST_FIELDS * self._server.max_field_bytes
-        if self._head_bytes > limit:
+        if size > limit:
             raise HeadersTooLarge(f"the head is larger than {limit} bytes")
 
 

@@ -6,7 +6,7 @@ import asyncio
 import zlib
 from typing import TYPE_CHECKING
 
-from httptools import parse_url
+from httptools import HttpParserInvalidURLError, parse_url
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -21,6 +21,9 @@ _HIGH_WATER = 256 * 1024
 
 # A packed body is inflated in steps of at most so many bytes, and others have their turn in between.
 _STEP = 256 * 1024
+
+# A packed file may have members of 64 KiB and less; each of them costs more than its bytes.
+_MEMBERS = 4096
 
 # What ``Body`` inflates.
 ENCODINGS = frozenset(("", "identity", "gzip", "x-gzip", "deflate"))
@@ -122,6 +125,7 @@ class Inflater:
     def __init__(self, encoding: str) -> None:
         self._gzip = encoding != "deflate"
         self._inflate: zlib._Decompress | None = None
+        self._members = 0
 
     def step(self, data: bytes) -> tuple[bytes, bytes]:
         """Return some inflated bytes, and what of the data is left for the next step.
@@ -130,6 +134,9 @@ class Inflater:
             BodyBroken
         """
         if self._inflate is None:
+            self._members += 1
+            if self._members > _MEMBERS:
+                raise BodyBroken("what was packed has too many members")
             self._inflate = zlib.decompressobj(wbits=self._wbits(data))
         try:
             inflated = self._inflate.decompress(data, _STEP)
@@ -227,6 +234,9 @@ def _origin_form(target: str) -> str:
     """Return path and query of a target in absolute form. Source: RFC 9112, section 3.2.2."""
     if "://" not in target:
         return target
-    url = parse_url(target.encode("utf-8", "surrogateescape"))
+    try:
+        url = parse_url(target.encode("utf-8", "surrogateescape"))
+    except HttpParserInvalidURLError:
+        return target
     path, query = (url.path or b"/").decode("utf-8", "surrogateescape"), url.query
     return path if query is None else f"{path}?{query.decode('utf-8', 'surrogateescape')}"

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from coordinator.http import connection as connection_module
 from coordinator.http.connection import Patience
+from coordinator.http.request import BodyBroken
 from envelope.errors import BadRequest, ClientGone, HeadersTooLarge
 from tests.coordinator.http.peer import Peer
 
@@ -93,6 +94,30 @@ async def test_headers_keep_their_bytes_and_their_order() -> None:
     assert seen == [[("Host", "here"), ("X-B", "1"), ("x-a", "\udce9"), ("X-B", "2")]]
 
 
+async def test_blanks_around_a_value_are_none_of_it() -> None:
+    """Source: RFC 9112, section 5.1."""
+    peer = Peer()
+    await peer.send(get("/", "X-A: \ta b \t", "X-B:  "))
+    assert peer.seen == [("GET", "/", {"Host": "here", "X-A": "a b", "X-B": ""}, b"")]
+
+
+async def test_a_trailer_is_no_header() -> None:
+    """What stands in front of us has checked the headers, and may have passed a trailer on as it was."""
+    peer = Peer()
+    raw = post(b"hello", chunked=True).replace(b"X-Trailer: 1", b"X-User: root\r\nX-Trailer: 1")
+    await peer.send(raw + get())
+    assert peer.seen == [
+        ("POST", "/", {"Host": "here", "Transfer-Encoding": "chunked"}, b"hello"),
+        ("GET", "/", {"Host": "here"}, b""),
+    ]
+
+
+async def test_a_target_that_is_no_url_is_not_found() -> None:
+    peer = Peer()
+    await peer.send(get("http://") + get("http://here:99999999/"))
+    assert peer.answers == [404, 404]
+
+
 LONG = "x" * 1000
 
 # (what is sent, the status, whether it is told by us in a callback of the parser or by the parser itself)
@@ -132,6 +157,53 @@ async def test_a_head_that_goes_on_and_on_is_refused() -> None:
         await peer.send(b"x" * 100)
     (error,) = peer.refused
     assert isinstance(error, HeadersTooLarge)
+
+
+# How it begins, and how it goes on.
+ENDLESS = {
+    "a trailer": (b"0\r\nX: ", b"x" * 60),
+    "trailers": (b"0\r\n", b"X: a\r\n" * 10),
+    "a chunk's extension": (b"5;", b"x" * 60),
+}
+
+
+@pytest.mark.parametrize("what", ENDLESS)
+async def test_what_goes_on_and_on_and_is_no_body_is_refused(what: str) -> None:
+    failed = list[BodyBroken]()
+
+    async def read(request: Request) -> None:
+        try:
+            [part async for part in request.body.parts()]
+        except BodyBroken as broken:
+            failed.append(broken)
+            raise BadRequest("broken") from broken
+
+    peer = Peer(read, max_field_bytes=1000)
+    begun, more = ENDLESS[what]
+    await peer.send(post(b"", chunked=True).partition(b"0\r\n")[0] + b"1\r\nx\r\n" + begun)
+    for _ in range(80):
+        await peer.send(more)
+    assert [type(broken.__cause__) for broken in failed] == [HeadersTooLarge]
+    assert peer.answers == [400]
+
+
+async def test_heads_that_are_cut_are_not_counted_together() -> None:
+    """One read may end a head, hold others whole, and begin the next."""
+    peer, raw = Peer(max_field_bytes=100), get() * 30
+    await peer.send(raw[:10])
+    await peer.send(raw[10:-10])
+    await peer.send(raw[-10:])
+    while len(peer.answers) < 30:
+        await peer.send(b"")
+    assert set(peer.answers) == {200}
+
+
+async def test_offers_may_come_in_any_number() -> None:
+    peer, count = Peer(), 2000
+    await peer.send(get("/", *UPGRADE) * count)
+    while len(peer.answers) < count:
+        await peer.send(b"")
+    assert set(peer.answers) == {200}
 
 
 async def test_requests_that_wait_have_a_bound_and_all_are_answered() -> None:
@@ -300,6 +372,46 @@ async def test_who_is_behind_is_waited_for_and_who_leaves_meanwhile_is_told_of()
             await waiting
 
 
+async def test_who_takes_no_answers_is_given_no_more_of_them() -> None:
+    """Else what waits for a client that only asks would have no bound, and always grow."""
+    peer = Peer(patience=Patience(write_stall_s=5.0))
+    peer.connection.pause_writing()
+    await peer.send(get() * 30)
+    assert (peer.answers, peer.transport.paused) == ([200], True)
+    peer.connection.resume_writing()
+    while len(peer.answers) < 30:
+        await peer.send(b"")
+    assert not peer.transport.paused
+
+
+async def test_who_takes_no_answer_is_not_waited_for_when_its_connection_is_closed_either() -> None:
+    peer = Peer(patience=Patience(write_stall_s=5.0))
+    peer.transport.waiting = 100
+    await peer.send(get("/", "Connection: close"))
+    assert (peer.answers, peer.transport.closing) == ([200], True)
+    peer.connection.resume_writing()  # below the low-water mark: some is left all the same
+    now = asyncio.get_running_loop().time()
+    peer.connection.look(now + 4)
+    assert not peer.transport.aborted
+    peer.connection.look(now + 6)
+    assert peer.transport.aborted
+
+
+async def test_a_body_that_nobody_takes_does_not_stop_the_next_request() -> None:
+    gate = asyncio.Event()
+
+    async def refuse(request: Request) -> None:
+        await gate.wait()
+        request.response.whole(429, (), b"")
+
+    peer = Peer(refuse)
+    await peer.send(post(bytes(300_000)))
+    assert peer.transport.paused
+    gate.set()
+    await peer.send(b"")
+    assert (peer.answers, peer.transport.paused) == ([429], False)
+
+
 async def test_a_body_that_nobody_reads_stops_the_client() -> None:
     gate = asyncio.Event()
 
@@ -346,3 +458,21 @@ async def test_a_packed_body_is_unpacked_in_bounded_steps(encoding: str, packed:
         await asyncio.sleep(0)
     assert b"".join(parts) == TEXT
     assert max(map(len, parts)) <= 1 << 20
+
+
+async def test_members_of_a_packed_body_have_a_bound() -> None:
+    """Each is unpacked by a new engine: twenty bytes would cost what thousands do."""
+    failed = list[BodyBroken]()
+
+    async def read(request: Request) -> None:
+        try:
+            [part async for part in request.body.parts("gzip")]
+        except BodyBroken as broken:
+            failed.append(broken)
+        request.response.whole(400, (), b"")
+
+    peer = Peer(read)
+    await peer.send(post(gzip.compress(b"") * 5000))
+    while not peer.answers:
+        await asyncio.sleep(0)
+    assert len(failed) == 1
