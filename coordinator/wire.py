@@ -25,8 +25,10 @@ if TYPE_CHECKING:
 
     from envelope.written import Buffer
 
-# Of the names and values of an answer's headers.
-_HEAD_CAP = 256 * 1024
+# Of the reads in a row that brought nothing of a body: a head, interim ones before it, a chunk's extension, a trailer.
+_BARREN_CAP = 256 * 1024
+
+_BLANKS = b" \t"
 
 # A reader that lags behind this far stops the socket from being read.
 _HIGH_WATER = 256 * 1024
@@ -65,8 +67,9 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport = None  # type: ignore[assignment]  # set before anybody sees the object
         self._parser = httptools.HttpResponseParser(self)
         self._parts: list[bytes] = []
-        self._size = self._head_size = 0
-        self._head_done = self._complete = self._keeps = self._paused = False
+        self._barren_bytes = 0
+        self._head_done = self._keeps = self._paused = False
+        self._complete = True  # nothing has been asked
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._push: Callable[[bytes], bool] | None = None
@@ -76,7 +79,7 @@ class Connection(asyncio.Protocol):
 
     def send(self, head: bytes, *body: Buffer) -> None:
         """Write one request; the answer to the one before must have been read."""
-        self.status, self.headers, self._head_size = 0, CIMultiDict(), 0
+        self.status, self.headers, self._barren_bytes = 0, CIMultiDict(), 0
         self._head_done = self._complete = self.answered = False
         self._inflate = None
         if sum(map(len, body)) <= _JOIN_UP_TO:
@@ -152,6 +155,10 @@ class Connection(asyncio.Protocol):
             self._fail(Broken(f"the answer is not HTTP: {error!r}"))  # what came before it is still given on
         if self._parts:
             self._deliver()
+            return
+        self._barren_bytes += len(data)
+        if self._barren_bytes > _BARREN_CAP:
+            self._fail(Broken("the answer's head, or what frames its body, is too large"))
         elif self._head_done:
             self._wake()
 
@@ -168,13 +175,13 @@ class Connection(asyncio.Protocol):
             raise Broken("the worker sent what nobody asked for")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._head_size += len(name) + len(value)
-        if self._head_size > _HEAD_CAP:
-            raise Broken("the answer's head is too large")
-        self.headers.add(name.decode("latin-1"), value.decode("utf-8", "surrogateescape"))
+        if not self._head_done:  # a trailer is no header (RFC 9110, section 6.5.1)
+            self.headers.add(name.decode("latin-1"), value.rstrip(_BLANKS).decode("utf-8", "surrogateescape"))
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
+        if status < 100:
+            raise Broken("the answer's status is none")
         if status < 200:  # 100 Continue, 103 Early Hints: the answer is still to come
             self.headers.clear()
             return
@@ -197,7 +204,7 @@ class Connection(asyncio.Protocol):
     # How bytes get from there to here.
 
     def _take(self) -> bytes:
-        parts, self._parts, self._size = self._parts, [], 0
+        parts, self._parts, self._barren_bytes = self._parts, [], 0
         if self._paused:
             self._paused = False
             self._transport.resume_reading()
@@ -219,8 +226,7 @@ class Connection(asyncio.Protocol):
             self._fail(error)
 
     def _hold(self) -> None:
-        self._size = sum(map(len, self._parts))
-        if self._size > _HIGH_WATER:
+        if sum(map(len, self._parts)) > _HIGH_WATER:
             self._pause()
         self._wake()
 

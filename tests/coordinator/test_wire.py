@@ -257,7 +257,12 @@ async def test_a_port_that_nobody_listens_on_is_told_from_a_broken_answer() -> N
         [CHUNKED[:-5], None],
         [b"SSH-2.0-OpenSSH\r\n\r\n"],
         [b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n"],
+        [b"HTTP/1.1 000 OK\r\nContent-Length: 5\r\n\r\nabcde", SIZED],
         [b"HTTP/1.1 200 OK\r\n" + b"X-A: b\r\n" * 100_000],
+        [b"HTTP/1.1 200 OK\r\nX-A: " + b"b" * 1_000_000],
+        [b"HTTP/1.1 100 Continue\r\n\r\n" * 50_000],
+        [CHUNKED[:-2] + b"X-A: " + b"b" * 1_000_000],
+        [CHUNKED[:-5] + b"2;" + b"b" * 1_000_000],
         [b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: 5\r\n\r\nabcde"],
     ],
     ids=[
@@ -267,7 +272,12 @@ async def test_a_port_that_nobody_listens_on_is_told_from_a_broken_answer() -> N
         "no last chunk",
         "no HTTP",
         "no chunk size",
+        "no status",
         "no end of the head",
+        "no end of a header",
+        "no end of what comes before",
+        "no end of a trailer",
+        "no end of a chunk's size",
         "no gzip",
     ],
 )
@@ -276,6 +286,40 @@ async def test_an_answer_that_is_not_whole_or_not_http_is_broken(start: Any, ans
     async with pool() as made:
         with pytest.raises(Broken):
             await asked(made, worker)
+
+
+async def test_a_trailer_is_no_header_and_a_header_has_no_blanks_at_its_end(start: Any) -> None:
+    worker = await start([CHUNKED.replace(b"X-A: 2", b"X-A: 2 \t")[:-2] + b"X-A: 3\r\n\r\n"])
+    async with pool() as made:
+        connection, body = await asked(made, worker)
+        assert (connection.headers.getall("X-A"), body) == (["1", "2"], b"abcde")
+        assert connection.reusable
+
+
+async def test_a_stream_may_have_any_number_of_pieces_that_end_within_its_framing(start: Any) -> None:
+    """The limit is of bytes that no body comes between."""
+    pieces = [piece for _ in range(300) for piece in (b"1;" + b"x" * 1000 + b"\r\n", b"a\r\n")]
+    worker = await start([CHUNKED.partition(b"3\r\n")[0], *pieces, b"0\r\n\r\n"])
+    async with pool() as made:
+        _, body = await asked(made, worker)
+        assert body == b"a" * 300
+
+
+async def test_an_answer_before_anything_was_asked_is_none() -> None:
+    async def speak(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(SIZED)
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(speak, "127.0.0.1", 0)
+    origin = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with server, pool() as made:
+        connection = await made.acquire(origin, 1.0)
+        while connection.alive:
+            await asyncio.sleep(0.01)
+        connection.send(request_head("GET", origin, "/x", [], None))
+        with pytest.raises(Broken):
+            await connection.head()
 
 
 async def test_push_gives_bytes_on_as_they_come_and_stops_when_told(start: Any) -> None:
