@@ -99,7 +99,8 @@ def _encoding(request: Request) -> str:
     Raises:
         UnsupportedMedia
     """
-    if (encoding := request.headers.get("Content-Encoding", "").strip().lower()) not in ENCODINGS:
+    encoding = ", ".join(request.headers.getall("Content-Encoding", [])).strip().lower()
+    if encoding not in ENCODINGS:
         raise UnsupportedMedia(f"Content-Encoding {encoding} is not understood; send gzip, deflate, or none")
     return encoding
 

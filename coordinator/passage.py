@@ -71,6 +71,9 @@ class Passage:
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise _told(error, body) from error
         async with answer:
+            if answer.status < 200:  # an offer that nobody took up, or no status at all
+                raise LegFailed(_STEP, f"the worker answered {answer.status}")
+            _fail_with_connection(answer)
             return await _hand_back(request, answer, client_id)
 
 
@@ -110,6 +113,18 @@ async def _hand_back(request: Request, answer: aiohttp.ClientResponse, client_id
             await response.drain()
     response.end()
     return "ok" if answer.status < 400 else "rejected" if answer.status < 500 else "leg_failed"
+
+
+def _fail_with_connection(answer: aiohttp.ClientResponse) -> None:
+    """Let a body fail when its connection ends before it does: aiohttp 3.14 waits on for one whose framing is wrong."""
+
+    def fail(_: object) -> None:
+        if not answer.content.is_eof() and answer.content.exception() is None:
+            answer.content.set_exception(aiohttp.ClientPayloadError("the connection ended"))
+
+    protocol = None if answer.connection is None else answer.connection.protocol
+    if protocol is not None and protocol.closed is not None:
+        protocol.closed.add_done_callback(fail)
 
 
 def _url(worker: str, request: Request) -> URL:

@@ -105,7 +105,7 @@ async def serve(config: Config, path: str, steering: Steering) -> None:
     await steering.begin(app, reloader, stops, Status(app, reloader, path))
     shared, (tls, metrics_tls) = steering.shares_port, map(_context, app.certificates)
     async with AsyncExitStack() as stack:
-        metrics = _metrics_server(config, app.front, steering)
+        metrics = _metrics_server(config, app, steering)
         stack.push_async_callback(metrics.close)
         await stack.enter_async_context(app.running())
         address = config.server.listen_addr
@@ -124,12 +124,12 @@ def _context(certificate: Certificate | None) -> ssl.SSLContext | None:
     return None if certificate is None else certificate.context
 
 
-def _metrics_server(config: Config, front: Front, steering: Steering) -> Server:
+def _metrics_server(config: Config, app: App, steering: Steering) -> Server:
     """Return what answers on the metrics' own port."""
-    routes: dict[str, dict[str, Handler]] = {"/metrics": {"GET": front.metrics_page}}
+    routes: dict[str, dict[str, Handler]] = {"/metrics": {"GET": app.front.metrics_page}}
     if config.server.shows_status:
         routes |= Pages(steering.statuses, config.server.workers).routes()
-    return Server(routes)
+    return Server(routes, patience=app.server.patience, max_field_bytes=config.server.max_header_size)
 
 
 async def _until_stopped(front: Front, stops: asyncio.Queue[None]) -> None:

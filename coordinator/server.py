@@ -192,12 +192,15 @@ class Front:
         """Answer ``Expect: 100-continue``, unless the head alone is refused: such a body is never sent.
 
         Raises:
-            ApiError
+            ApiError: ClientGone among them.
         """
         if request.expects_100:
             plan.intake.check_head(request)
             plan.admission.refuse_if_full()
-            request.response.go_on()
+            try:
+                request.response.go_on()
+            except ConnectionError as gone:
+                raise ClientGone("the client left") from gone
 
     async def _list_models(self, request: Request) -> None:
         plan = self.plan

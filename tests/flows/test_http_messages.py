@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from coordinator.http.response import Response
 from tests.flows.wire import chunked, connect, head, post
 
 CHAT = "/v1/chat/completions"
@@ -67,6 +68,19 @@ async def test_what_the_head_alone_refuses_is_refused_without_a_100(coordinator,
         got = await wire.answer()
         assert (got.status, got.error["code"], got.headers["Connection"]) == (status, status, "close")
         assert got.headers["X-Request-Id"] == "ask-1"
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages/count_tokens"])
+async def test_who_left_before_the_100_has_left_and_nothing_failed(coordinator, fleet, monkeypatch, path):
+    def write(response: Response) -> None:
+        raise ConnectionResetError
+
+    monkeypatch.setattr(Response, "go_on", write)
+    at = await coordinator(fleet)
+    async with connect(at.url) as wire:
+        await wire.send(head(path, JSON, "Content-Length: 9", "Expect: 100-continue"))
+        assert await wire.is_closed()
+    assert await at.count("coordinator_requests_total", outcome="client_gone") == 1
 
 
 async def test_an_expectation_that_is_not_known_is_ignored(coordinator, fleet):

@@ -147,6 +147,41 @@ async def test_an_answer_that_breaks_off_does_not_look_whole(sidecar, local):
     assert await at.count("coordinator_requests_total", route="proxied", outcome="stream_broken") == 1
 
 
+@pytest.fixture
+def says(coordinator, fleet, scripted):
+    """Start a coordinator whose local worker answers the one listed route with these writes."""
+
+    async def start(*writes):
+        worker = await scripted(list(writes))
+        pools = {"decode": {"endpoints": [worker.url]}}
+        server = {"proxied_routes": ["POST /echo"]}
+        return await coordinator(fleet, "alone", steps={"prefill": None}, pools=pools, server=server)
+
+    return start
+
+
+CHUNK = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n"
+
+
+@pytest.mark.parametrize("broken", [b"zz\r\n", b"-1\r\n", b"3\r\nabcdef\r\n"])
+async def test_an_answer_whose_framing_is_wrong_does_not_look_whole(says, broken):
+    go_on = asyncio.Event()
+    at = await says(CHUNK, go_on, broken)
+    async with at.open("/echo", {"a": 1}) as live:
+        await live.head()
+        assert await live.read() == b"abc"
+        go_on.set()
+        got = await live.rest()
+    assert (got.status, got.raw[:3], got.whole) == (200, b"abc", False)
+    assert await at.count("coordinator_requests_total", route="proxied", outcome="stream_broken") == 1
+
+
+@pytest.mark.parametrize("status", [b"101 Switching Protocols\r\nConnection: upgrade\r\nUpgrade: x", b"099 What"])
+async def test_a_status_that_is_no_answer_does_not_pass(says, status):
+    at = await says(b"HTTP/1.1 " + status + b"\r\nContent-Length: 0\r\n\r\n")
+    assert (await at.post("/echo", {"a": 1})).status == 502
+
+
 async def test_a_client_that_leaves_frees_the_worker(sidecar, local, eventually):
     at = await sidecar()
     async with at.open("/stream", method="GET") as live:
@@ -176,6 +211,8 @@ async def test_a_compressed_body_arrives_in_plain(sidecar, local):
         await wire.send(post("/echo", raw, "Content-Encoding: gzip"))
         assert (await wire.answer()).status == 200
         await wire.send(post("/echo", raw, "Content-Encoding: zstd"))
+        assert (await wire.answer()).status == 415
+        await wire.send(post("/echo", raw, "Content-Encoding: identity", "Content-Encoding: gzip"))
         assert (await wire.answer()).status == 415
     [(_, _, headers, body)] = local.seen
     assert (body, "Content-Encoding" in headers) == (b"x" * 5000, False)

@@ -18,6 +18,7 @@ from coordinator.telemetry.status import Pages, together
 from tests.coordinator.http.peer import Peer, asked
 from tests.flows.browser import CHROMIUM, tab
 from tests.flows.conftest import config_tree
+from tests.flows.wire import connect
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
@@ -132,6 +133,13 @@ async def test_the_json_tells_of_the_pipeline_the_workers_and_the_last_requests(
     ends = [0.0, *(leg["begins_s"] + leg["seconds"] for leg in legs)]
     assert all(begins >= end - 0.002 for begins, end in zip((leg["begins_s"] for leg in legs), ends, strict=False))
     assert ends[-1] <= whole["seconds"] + 0.002
+
+
+async def test_a_connection_that_says_nothing_is_closed_there_too(site: Any) -> None:
+    at = await site("text", server={"read_header_timeout": "200ms"})
+    async with connect(at.status) as wire:
+        await wire.send(b"GET /status.json HTTP/1.1\r\nHost:")
+        assert await wire.is_closed()
 
 
 async def test_nothing_that_was_said_and_no_key_is_shown(site: Any, ask: Any, eventually: Any) -> None:
