@@ -1,4 +1,4 @@
-"""A text-mode stream put together into the whole answer that it would have been.
+"""A generate stream put together into the whole answer that it would have been.
 
 For a client who wants a whole answer of a worker that has to be listened to while it generates.
 """
@@ -10,19 +10,26 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from envelope.errors import LegUnreadable
-from envelope.generate import TEXT
+from envelope.generate import TEXT, TOKENS
 from envelope.passthrough import DONE, error_message
 from envelope.rebuild import reading
 from envelope.sse import Events, data_of
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from envelope.json_codec import Json
 
 
 class Collected:
-    """Takes a stream's bytes, cut anywhere; ``reply`` is the whole answer."""
+    """Takes a stream's bytes, cut anywhere; ``reply`` is the whole answer.
 
-    def __init__(self) -> None:
+    Args:
+        mode: the stream's output mode: text, or tokens.
+    """
+
+    def __init__(self, mode: str = TEXT) -> None:
+        self._mode = mode
         self._events = Events()
         self._choices: dict[int, Json] = {}
         self._pieces: dict[int, list[str]] = {}
@@ -45,16 +52,32 @@ class Collected:
                     self._take(orjson.loads(said))
         return True
 
-    def reply(self) -> Json:
-        """Return the answer in text mode.
+    def end(self) -> None:
+        """Take the stream for ended: nothing more is wanted of it."""
+        self._ended = True
+
+    def choices(self) -> list[Json]:
+        """Return the choices as far as they have come."""
+        return [self._choice(index) for index in sorted(self._choices)]
+
+    def reply(self, ended: Collection[int] = ()) -> Json:
+        """Return the answer.
+
+        Args:
+            ended: the choices that were ended by us, of which the worker need not tell a finish.
 
         Raises:
             LegUnreadable: the end mark, or a choice's finish, never came.
         """
-        choices = [{**self._choices[i], "text": "".join(self._pieces[i])} for i in sorted(self._choices)]
-        if not self._ended or not choices or any(choice["finish_reason"] is None for choice in choices):
+        choices = self.choices()
+        going_on = [one for one in choices if one["finish_reason"] is None and one["index"] not in ended]
+        if not self._ended or not choices or going_on:
             raise LegUnreadable("decode", "the worker's stream ended early")
-        return {**self._head, "usage": self._usage, "output_mode": TEXT, "choices": choices}
+        return {**self._head, "usage": self._usage, "output_mode": self._mode, "choices": choices}
+
+    def _choice(self, index: int) -> Json:
+        whole = self._choices[index]
+        return whole if self._mode == TOKENS else {**whole, "text": "".join(self._pieces[index])}
 
     def _take(self, chunk: Json) -> None:
         if error := chunk.get("error"):
@@ -67,7 +90,8 @@ class Collected:
     def _add(self, choice: Json) -> None:
         index = choice["index"]
         whole = self._choices.setdefault(index, {**choice, "token_ids": [], "logprobs": None})
-        self._pieces.setdefault(index, []).append(choice["text"])
+        if self._mode != TOKENS:
+            self._pieces.setdefault(index, []).append(choice["text"])
         whole["token_ids"] += choice.get("token_ids") or ()
         scores: Any = (choice.get("logprobs") or {}).get("content")
         if scores is not None:

@@ -36,9 +36,7 @@ def refuse(body: Json) -> None:
     prompt = body.get("prompt")
     parts = prompt if isinstance(prompt, list) else []
     if body.get("echo"):
-        raise BadRequest(
-            "echo is not supported: the prompt's text is not in the worker's answer", param="echo"
-        )
+        raise BadRequest("echo is not supported: the prompt's text is not in the worker's answer", param="echo")
     if body.get("use_beam_search"):
         raise BadRequest("use_beam_search is not supported: the tokens-in route samples", param="use_beam_search")
     if _number(body.get("best_of")) > _number(body.get("n")):

@@ -39,6 +39,8 @@ _CHOICE = ("index", "token_ids", "finish_reason", "stop_reason", "logprobs")
 
 _CONTEXT = ("tools", "tool_choice", "parallel_tool_calls", "include_reasoning", "chat_template_kwargs")
 
+# It is not read, but refused where it is empty.
+_PROMPT = "prompt"
 _CALL = {"id": "call", "type": "function", "function": {"name": "call", "arguments": "{}"}}
 
 
@@ -55,7 +57,7 @@ def request_of(api: Format, rendered: Json, body: Json) -> Json:
     sampling = rendered.get("sampling_params") or {}
     asked = {name: sampling[name] for name in _DECODING if sampling.get(name) is not None}
     if api is Format.COMPLETIONS:
-        return {"prompt": "", **asked, **_given(body, _SHOWN)}
+        return {"prompt": _PROMPT, **asked, **_given(body, _SHOWN)}
     context: Json = with_parse_context(rendered, api, body)["parse_context"]
     calls = context.get("history_tool_call_cnt") or 0
     chat = {"messages": [{"role": "assistant", "content": None, "tool_calls": [_CALL] * calls}] if calls else []}
@@ -109,6 +111,26 @@ def chunk_body(api: Format, chunk: Json, state: Json | None, rendered: Json, req
         "prompt_tokens": len(prompt),
         "prompt_token_ids": prompt,
         "completion_request" if api is Format.COMPLETIONS else "chat_request": request,
+    }
+
+
+def text_body(token_ids: list[int], finish: Json, state: Json | None, rendered: Json) -> Json:
+    """Return the call that tells the text of some tokens of a choice, unparsed, as the engine has it.
+
+    Args:
+        finish: why and how the choice ended with these, empty while it goes on.
+        state: what the call for the tokens before gave back.
+    """
+    sampling = rendered.get("sampling_params") or {}
+    # A stream's text cannot be cut, so the service takes no stop strings here.
+    asked = {name: value for name, value in _given(sampling, _DECODING).items() if name != "stop"}
+    choice = _choice({"index": 0, "token_ids": token_ids, **finish})
+    return {
+        "stream": True,
+        "generate_chunk": {"request_id": "", "output_mode": TOKENS, "choices": [choice]},
+        "stream_state": state,
+        "prompt_token_ids": rendered["token_ids"] if state is None else None,
+        "completion_request": {"prompt": _PROMPT, **asked},
     }
 
 

@@ -45,15 +45,22 @@ def parse_job(api: Format, rendered: Json, body: Json, mode: str, leg_id: str) -
     }
 
 
-def for_no_tokenizer(leg: Json, eos_token_id: int | None) -> Json:
-    """Return a generate body for a worker that has no tokenizer.
-
-    It refuses stop strings for that, and knows of no end token but those of the model's ``generation_config.json``: its
-    tokenizer's, which ends answers elsewhere, is told to it as a stop token.
-    """
+def without_stop_strings(leg: Json) -> Json:
+    """Return a generate body for a worker that has no tokenizer, and refuses stop strings for that."""
     sampling = leg["sampling_params"]
     kept = {key: value for key, value in sampling.items() if key not in ("stop", "include_stop_str_in_output")}
+    return {**leg, "sampling_params": kept}
+
+
+def for_no_tokenizer(leg: Json, eos_token_id: int | None) -> Json:
+    """Return a generate body for a worker that has no tokenizer, with what ours knows.
+
+    It knows of no end token but those of the model's ``generation_config.json``: its tokenizer's, which ends answers
+    elsewhere, is told to it as a stop token.
+    """
+    leg = without_stop_strings(leg)
+    kept = leg["sampling_params"]
     if eos_token_id is not None and not kept.get("ignore_eos"):
         stops = kept.get("stop_token_ids") or []
         kept["stop_token_ids"] = stops if eos_token_id in stops else [*stops, eos_token_id]
-    return {**leg, "sampling_params": kept}
+    return leg

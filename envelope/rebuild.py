@@ -72,9 +72,7 @@ def content_of(choice: Json) -> str | None:
         return content if content is None else str(content)
     text = choice.get("text")
     if not isinstance(text, str):
-        raise LegUnreadable(
-            "decode", "the worker's answer holds neither text nor message, as if it had no output_mode"
-        )
+        raise LegUnreadable("decode", "the worker's answer holds neither text nor message, as if it had no output_mode")
     return text
 
 

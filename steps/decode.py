@@ -38,7 +38,7 @@ from envelope.legs import (
     stream_options,
 )
 from envelope.parse_context import with_parse_context
-from envelope.parse_job import for_no_tokenizer, parse_job
+from envelope.parse_job import for_no_tokenizer, parse_job, without_stop_strings
 from steps.params import LegParams
 from steps.prompt import prompt_ids
 
@@ -174,9 +174,12 @@ class Decode:
         if job is not None and job["decoding"] is not None:
             assert upstream.parsers is not None, "the wiring makes parsers where decode says so"
             leg = replace(leg, body=for_no_tokenizer(leg.body, upstream.parsers.eos_token_id))
+        if self._left_to_service(ctx, fmt):
+            body = without_stop_strings(body)
+            leg = replace(leg, body=body if wants_prompt_logprobs(ctx.api, ctx.body) else _listened_to(body))
         if job is not None and not body["stream"] and self._may_be_stopped(ctx, job):
             await self._stopped(ctx, upstream, leg, mode, job)
-        elif body.get("stream"):
+        elif leg.body.get("stream"):
             await self._stream(ctx, upstream, leg, fmt, mode, job)
         else:
             await self._whole(ctx, upstream, leg, fmt, mode, job)
@@ -231,7 +234,7 @@ class Decode:
             with_parse_context(ctx.rendered, ctx.api, ctx.body),
             mode_for(ctx.api, self.params.mode),
             ctx.handover,
-            stream=ctx.stream and not self._needs_whole(ctx.rendered),
+            stream=ctx.stream,
             stream_options=stream_options(ctx.api, ctx.body, counted=self._wraps(ctx.api, fmt)),
         )
 
@@ -288,8 +291,7 @@ class Decode:
     async def _stopped(self, ctx: RequestContext, upstream: Upstream, leg: Leg, mode: str | None, job: Json) -> None:
         """Have a whole answer that a stop string may end, which the worker cannot see: listen, and hang up on it."""
         assert upstream.parsers is not None, "the wiring makes parsers where decode says so"
-        counted = {"include_usage": True}
-        leg = replace(leg, body={**leg.body, "stream": True, "stream_options": counted})
+        leg = replace(leg, body=_listened_to(leg.body))
         await self._parsed_stream(ctx, upstream, leg, mode, {**job, "context": None})
         held, collected = ctx.answer, Collected()
         assert held is not None and not isinstance(held.source, bytes), "that was a stream"
@@ -311,6 +313,11 @@ class Decode:
         """Say whether a stop string may end a whole answer here; no stream has a prompt's logprobs, so not these."""
         return bool((job["decoding"] or {}).get("stop")) and not wants_prompt_logprobs(ctx.api, ctx.body)
 
+    def _left_to_service(self, ctx: RequestContext, fmt: Format) -> bool:
+        """Say whether stop strings end the answer that the derender step has to find by the service's word."""
+        sampling = (ctx.rendered or {}).get("sampling_params") or {}
+        return self.params.derender == "service" and self._wraps(ctx.api, fmt) and bool(sampling.get("stop"))
+
     async def _opened(self, ctx: RequestContext, upstream: Upstream, leg: Leg) -> LiveStream:
         live = await upstream.stream(ctx, leg)
         if isinstance(live, Reply):
@@ -323,10 +330,6 @@ class Decode:
             ctx.generated = answer
         else:
             ctx.answer = answer
-
-    def _needs_whole(self, rendered: Json) -> bool:
-        """Say whether a stream's answer has to come whole: the service cuts stop strings off whole answers alone."""
-        return self.params.derender == "service" and bool((rendered.get("sampling_params") or {}).get("stop"))
 
     def _answer(self, ctx: RequestContext, fmt: Format, source: bytes | LiveStream, headers: Headers) -> Answer:
         return Answer(
@@ -347,3 +350,8 @@ class Decode:
             return ("output_mode is the client's own",)
         rebuilt = f"rebuilt as {api}" if api in self.params.wrapped else "the generate envelope passes through"
         return (f"output_mode {mode_for(api, self.params.mode)}", rebuilt)
+
+
+def _listened_to(body: Json) -> Json:
+    """Return the body of a leg whose answer may be ended by us, so that it is heard as it comes."""
+    return {**body, "stream": True, "stream_options": {"include_usage": True}}

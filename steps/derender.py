@@ -17,13 +17,22 @@ from coordinator.context import Answer
 from coordinator.outbound import Outbound
 from coordinator.step import Leg, LegLimits, PlanRow
 from coordinator.units import BaseUrl, Duration
-from envelope.derender import chunk_body, derender_path, derendered, derendered_chunk, request_of, whole_body
+from envelope.derender import (
+    chunk_body,
+    derender_path,
+    derendered,
+    derendered_chunk,
+    request_of,
+    text_body,
+    whole_body,
+)
 from envelope.errors import ApiError, LegError, LegUnreadable
 from envelope.formats import Format
 from envelope.json_codec import JSONDecodeError, dumps, loads_lenient
 from envelope.rebuild import reading
 from envelope.sse import Events, data_of, frame
 from steps.params import StepParams
+from steps.stop_search import StopSearch, stops_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -58,8 +67,8 @@ class Derender:
     async def run(self, ctx: RequestContext, upstream: Upstream) -> str:
         generated, calls = ctx.generated, Calls(ctx, upstream, self._limits)
         assert generated is not None, "the registry lets no derender step stand before decode"
-        if isinstance(generated.source, bytes):
-            body = await calls.whole(generated.body)
+        if isinstance(generated.source, bytes) or calls.search is not None:
+            body = await calls.whole(await _reply(generated, calls))
             ctx.answer = Answer(dumps(body), Format.GENERATE, wrap=True, headers=generated.headers, body=body)
             return "ok"
         stream = DerenderedStream(generated.source, calls)
@@ -88,12 +97,18 @@ class Calls:
         self._rendered = ctx.rendered
         self._request = request_of(ctx.api, ctx.rendered, ctx.body)
         self._states: dict[int, Json] = {}
+        stops = stops_of(ctx.rendered)
+        self.search = None if stops is None else StopSearch(self, stops)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self._rendered["token_ids"])
 
     async def whole(self, reply: Json) -> Json:
         """Return a whole generate answer, derendered."""
         if not any(choice.get("token_ids") for choice in reply.get("choices") or ()):
             return derendered(self._ctx.api, reply, {"choices": []})
-        answer = await self._ask(whole_body(self._ctx.api, reply, self._rendered, self._request))
+        answer = await self._ask(self._ctx.api, whole_body(self._ctx.api, reply, self._rendered, self._request))
         return derendered(self._ctx.api, reply, answer)
 
     async def chunk(self, chunk: Json) -> Json:
@@ -101,18 +116,47 @@ class Calls:
         with reading("decode"):
             index = chunk["choices"][0]["index"]
             body = chunk_body(self._ctx.api, chunk, self._states.get(index), self._rendered, self._request)
-        answer = await self._ask(body)
+        answer = await self._ask(self._ctx.api, body)
         with reading("derender"):
             self._states[index] = answer["stream_state"]
             return derendered_chunk(self._ctx.api, chunk, answer["chunk"])
 
-    async def _ask(self, body: Json) -> Json:
-        path = derender_path(self._ctx.api)
+    async def text(self, token_ids: list[int], finish: Json, state: Json | None) -> tuple[str, Json]:
+        """Implements ``steps.stop_search.Texts``."""
+        answer = await self._ask(Format.COMPLETIONS, text_body(token_ids, finish, state, self._rendered))
+        with reading("derender"):
+            (made,) = answer["chunk"]["choices"]
+            return str(made["text"]), answer["stream_state"]
+
+    async def _ask(self, api: Format, body: Json) -> Json:
+        path = derender_path(api)
         leg = Leg(Derender.type, Derender.role, path, body, self._limits, idempotent=True)
         reply = await self._upstream.post_json(self._ctx, leg)
         if not isinstance(reply.body, dict):
             raise LegUnreadable(Derender.type, "the service's answer is not a JSON object")
         return reply.body
+
+
+async def _reply(generated: Answer, calls: Calls) -> Json:
+    """Return the worker's whole answer, ended by stop strings where the request has some."""
+    search, live = calls.search, generated.source
+    if isinstance(live, bytes):
+        reply: Json = generated.body
+        return reply if search is None else await search.whole(reply, calls.prompt_tokens)
+    assert search is not None, "any other stream is derendered as it comes"
+    try:
+        reply = await search.listen(live, calls.prompt_tokens)
+    except ApiError as error:
+        _ended(live, error)
+        raise
+    live.ended(None)
+    return reply
+
+
+def _ended(live: LiveStream, error: ApiError | None) -> None:
+    """Tell how a worker's stream ended; a failure of the service is no fault of the worker's."""
+    if not (isinstance(error, LegError) and error.leg == Derender.type):
+        live.ended(error)
 
 
 class DerenderedStream:
@@ -152,8 +196,7 @@ class DerenderedStream:
             await self._derender()
 
     def ended(self, error: ApiError | None) -> None:
-        if not (isinstance(error, LegError) and error.leg == Derender.type):  # which is no fault of the worker's
-            self._live.ended(error)
+        _ended(self._live, error)
 
     async def aclose(self) -> None:
         await self._live.aclose()

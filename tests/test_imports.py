@@ -72,14 +72,22 @@ IO = (
 )
 SECTIONS = ("config", "pools", "proxied", "lookup", "section", "environment", "problems", "yaml_file")
 CONFIG = tuple(f"coordinator.{name}" for name in SECTIONS)
-WIRING = ("coordinator.app", "coordinator.links", "coordinator.planning", "coordinator.cli", "coordinator.demo",
-          "coordinator.serve", "coordinator.reload", "coordinator.telemetry.status",
-          *(f"coordinator.processes.{name}" for name in ("member", "crew", "supervisor", "rollout")))
+WIRING = (
+    "coordinator.app",
+    "coordinator.links",
+    "coordinator.planning",
+    "coordinator.cli",
+    "coordinator.demo",
+    "coordinator.serve",
+    "coordinator.reload",
+    "coordinator.telemetry.status",
+    *(f"coordinator.processes.{name}" for name in ("member", "crew", "supervisor", "rollout")),
+)
 IN_PARSER_PROCESSES = ("coordinator.derender.vllm_parsers", "coordinator.derender.vllm_detokenizer")
 DERENDERING = tuple(f"coordinator.derender.{name}" for name in ("process", "stream", "pool", "held"))
 RENDERING = family("coordinator.rendering")
 RENDERING_PLAIN = ("anthropic", "fields", "conversation", "tokenizer", "parsers", "sampling", "threads", "renderer")
-STEPS_SHARE = ("steps.joined", "steps.params", "steps.prompt", "steps.tied")
+STEPS_SHARE = ("steps.joined", "steps.params", "steps.prompt", "steps.stop_search", "steps.tied")
 # With the packages that hold their own types: URL, CIMultiDict, ErrorDetails.
 AIOHTTP = ("aiohttp", "httptools", "multidict", "yarl")
 PYDANTIC = ("pydantic", "pydantic_core")
@@ -158,8 +166,8 @@ TABLE = (
     Row(("steps",), "steps/__init__.py is a docstring: importing one step must not import them all"),
     Row(
         STEPS_SHARE,
-        "what steps share (joined, params, prompt, tied) imports pydantic, envelope, coordinator.units and the "
-        "contract (coordinator.step, coordinator.context); never a step",
+        "what steps share (joined, params, prompt, stop_search, tied) imports pydantic, envelope, coordinator.units "
+        "and the contract (coordinator.step, coordinator.context); never a step",
         may=(*PYDANTIC, "coordinator.units", *ENVELOPE, *CONTRACT),
     ),
     Row(
@@ -169,9 +177,9 @@ TABLE = (
     ),
     Row(
         ("steps.*",),
-        "a step imports envelope, pydantic, what steps share (joined, params, prompt, tied), coordinator.units, "
-        "coordinator.outbound, coordinator.rendering and the contract (coordinator.step, coordinator.context); never "
-        "aiohttp, never another step",
+        "a step imports envelope, pydantic, what steps share (joined, params, prompt, stop_search, tied), "
+        "coordinator.units, coordinator.outbound, coordinator.rendering and the contract (coordinator.step, "
+        "coordinator.context); never aiohttp, never another step",
         may=(*PYDANTIC, *STEPS_SHARE, "coordinator.units", "coordinator.outbound", *RENDERING, *ENVELOPE, *CONTRACT),
     ),
     *(
@@ -222,9 +230,13 @@ TABLE = (
         f"the modules of the configuration ({', '.join(SECTIONS)}) import "
         "pydantic, envelope, coordinator.units, headers, secret, tls and outbound, and one another; only yaml_file "
         "imports yaml",
-        may=(*PYDANTIC, "yaml", *(f"coordinator.{name}" for name in ("units", "headers", "secret", "tls", "outbound")),
-             *CONFIG,
-             *ENVELOPE),
+        may=(
+            *PYDANTIC,
+            "yaml",
+            *(f"coordinator.{name}" for name in ("units", "headers", "secret", "tls", "outbound")),
+            *CONFIG,
+            *ENVELOPE,
+        ),
     ),
     Row(
         ("coordinator.registry",),

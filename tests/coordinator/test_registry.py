@@ -159,7 +159,9 @@ def test_a_parser_that_is_not_known_here_is_refused(refused) -> None:
     assert tool.startswith(
         "pipeline.steps[0].params.tool_parser: 'mistral' is not known here, use a render service or write one of "
     )
-    assert reasoning.startswith("pipeline.steps[0].params.reasoning_parser: 'hf' is not known here, use a render service")
+    assert reasoning.startswith(
+        "pipeline.steps[0].params.reasoning_parser: 'hf' is not known here, use a render service"
+    )
 
 
 def test_conditional_decode_has_no_wire_format(refused) -> None:
@@ -199,7 +201,9 @@ UNSERVED = [
 
 
 @pytest.mark.parametrize(("steps", "openai", "sentence"), UNSERVED)
-def test_a_derender_service_needs_tokens_and_a_step_that_asks_it(refused, steps: Any, openai: bool, sentence: str) -> None:
+def test_a_derender_service_needs_tokens_and_a_step_that_asks_it(
+    refused, steps: Any, openai: bool, sentence: str
+) -> None:
     assert refused(*steps, use_openai_format=openai) == [f"pipeline.{sentence}"]
 
 
@@ -414,7 +418,9 @@ def test_token_ids_beside_an_openai_body_need_a_render_step_and_that_format(refu
     assert made(RENDER, *legs)
 
 
-ONE_AFTER_THE_OTHER = "needs both legs in flight at once: write {type: prefill-decode} in place of the prefill and the decode step"
+ONE_AFTER_THE_OTHER = (
+    "needs both legs in flight at once: write {type: prefill-decode} in place of the prefill and the decode step"
+)
 AT_ONCE = "needs prefill to end first: write {type: prefill} and {type: decode} in place of the prefill-decode step"
 
 
@@ -499,7 +505,9 @@ def test_what_sglang_workers_cannot_do_is_refused(refused) -> None:
         f"pipeline.steps[0].params.min_output_tokens: {no_prompts}"
     ]
     alone = "a decode worker behind kv-sglang computes no prompts, write fail"
-    assert refused("prefill-decode", **fleet, on_prefill_failure="decode_alone", on_missing_handover="decode_alone") == [
+    assert refused(
+        "prefill-decode", **fleet, on_prefill_failure="decode_alone", on_missing_handover="decode_alone"
+    ) == [
         f"pipeline.on_prefill_failure: {alone}",
         f"pipeline.on_missing_handover: {alone}",
     ]

@@ -16,8 +16,11 @@ from tests.bounds import HANG_S
 from tests.coordinator.rendering.requests import REFUSED, REQUESTS
 
 FILE = Path(__file__).resolve().parents[1] / "data" / "rendered.json"
-PATHS = {"chat": "/v1/chat/completions/render", "completions": "/v1/completions/render",
-         "messages": "/v1/messages/render"}
+PATHS = {
+    "chat": "/v1/chat/completions/render",
+    "completions": "/v1/completions/render",
+    "messages": "/v1/messages/render",
+}
 
 
 def ask(url: str, api: str, body: dict[str, Any]) -> tuple[int, Any]:
@@ -32,8 +35,10 @@ def ask(url: str, api: str, body: dict[str, Any]) -> tuple[int, Any]:
 
 
 def main(url: str) -> None:
-    answers = {name: dict(zip(("status", "body"), ask(url, *request), strict=True)) for name, request in
-               (REQUESTS | {f"refused: {name}": request for name, request in REFUSED.items()}).items()}
+    answers = {
+        name: dict(zip(("status", "body"), ask(url, *request), strict=True))
+        for name, request in (REQUESTS | {f"refused: {name}": request for name, request in REFUSED.items()}).items()
+    }
     FILE.write_text("{\n" + ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in answers.items()) + "\n}\n")
 
 

@@ -45,10 +45,9 @@ MODES: dict[str, dict[str, Any]] = {
 # have none.
 CONSTRAINED = {"named tool", "required tool", "json", "json schema", "one of two"}
 PROMPTS = {case for case in ASKED if "prompt_logprobs" in ASKED[case]}
-STOPPED = {case for case in ASKED if "stop" in ASKED[case]}
 # Of the whole answers of parser_matrix.py: ours by text, ours by tokens, the worker's inline, the service's.
 INLINE = 2
-WITH_TOKENIZER = {"coordinator, of tokens": CONSTRAINED, "service": CONSTRAINED | PROMPTS | STOPPED}
+WITH_TOKENIZER = {"coordinator, of tokens": CONSTRAINED, "service": CONSTRAINED | PROMPTS}
 # Streams are cut into chunks as the engine's clock has it, so it is their sums that are compared. A cut call is no
 # JSON to be summed up; and prompt_logprobs are refused in a stream.
 STREAMED = [case for case in ASKED if case != "cut in a tool call" and "prompt_logprobs" not in ASKED[case]]
@@ -232,12 +231,13 @@ def test_a_messages_stream_has_the_blocks_of_the_worker_s_own(front: Coordinator
     assert [block["type"] for block in said[0][0]] == ["thinking", "text", "tool_use"]
 
 
+@pytest.mark.parametrize("mode", WITH_TOKENIZER)
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_stop_string_that_only_we_see_stops_the_worker(
-    bare: Pair, started: Callable[..., Coordinator], stream: bool
+    bare: Pair, started: Callable[..., Coordinator], mode: str, stream: bool
 ) -> None:
     """S29: the worker would go on to the end of its context, so the leg is closed, which aborts it there."""
-    front = started("coordinator, of tokens")
+    front = started(mode)
     asked = conversation("Count to twenty.").body(stop=["12"], ignore_eos=True, max_tokens=3000, stream=stream)
     made = Metrics(bare.decode.url).total("vllm:generation_tokens_total")
     ours = post(f"{front.url}/v1/chat/completions", asked)
@@ -249,12 +249,13 @@ def test_a_stop_string_that_only_we_see_stops_the_worker(
     assert Metrics(bare.decode.url).total("vllm:generation_tokens_total") - made < 2000
 
 
+@pytest.mark.parametrize("mode", WITH_TOKENIZER)
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_completion_of_tokens_equals_the_worker_s_own(
-    workers: Workers, started: Callable[..., Coordinator], stream: bool
+    workers: Workers, started: Callable[..., Coordinator], mode: str, stream: bool
 ) -> None:
     """Nothing is parsed there: tokens become text, with logprobs, and stop strings are cut off."""
-    front = started("coordinator, of tokens")
+    front = started(mode)
     prompt = "<|im_start|>user\nCount to twenty.<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
     asked = {"model": MODEL_NAME, "prompt": prompt, "temperature": 0, "max_tokens": 30, "logprobs": 1, "stop": ["9"]}
     texts = []

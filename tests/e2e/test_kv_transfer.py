@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.e2e
 
 
-
 def prompt(words: int) -> Conversation:
     """Return a conversation of about so many prompt tokens."""
     content = " ".join(itertools.islice(itertools.cycle(("window", "yellow", "garden")), words))

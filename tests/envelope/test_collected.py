@@ -61,3 +61,19 @@ def test_a_stream_without_its_end_or_a_finish_is_no_answer(missing: int) -> None
 def test_what_cannot_be_read_is_a_failed_leg(wrong: bytes) -> None:
     with pytest.raises(LegUnreadable):
         Collected().feed(wrong)
+
+
+def test_a_stream_of_tokens_may_be_ended_by_us() -> None:
+    """Of the choices that we have ended, the worker need not tell a finish."""
+    collected = Collected("tokens")
+    for choice in ({"index": 0, "token_ids": [1]}, {"index": 1, "token_ids": [7]}, {"index": 0, "token_ids": [2]}):
+        collected.feed(event({"request_id": "g", "choices": [choice]}))
+    assert [choice["token_ids"] for choice in collected.choices()] == [[1, 2], [7]]
+    with pytest.raises(LegUnreadable):
+        collected.reply([0, 1])
+    collected.end()
+    with pytest.raises(LegUnreadable):
+        collected.reply([0])
+    reply = collected.reply([0, 1])
+    assert (reply["output_mode"], reply["usage"]) == ("tokens", None)
+    assert all("text" not in choice for choice in reply["choices"])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from envelope import chat, completions
-from envelope.derender import chunk_body, derender_path, derendered, derendered_chunk, request_of, whole_body
+from envelope.derender import chunk_body, derender_path, derendered, derendered_chunk, request_of, text_body, whole_body
 from envelope.errors import LegFailed
 from envelope.formats import Format
 from envelope.shape import Asked
@@ -61,7 +61,7 @@ def test_a_responses_client_s_context_is_made_of_its_body(pure: Any) -> None:
 def test_a_completion_is_asked_for_without_its_prompt(pure: Any) -> None:
     rendered = {"token_ids": [1], "sampling_params": SAMPLING}
     request = pure(request_of, COMPLETIONS, rendered, {"prompt": "long", "logprobs": 2, "echo": False})
-    assert request == {"prompt": "", **DECODING, "logprobs": 2}
+    assert request == {"prompt": "prompt", **DECODING, "logprobs": 2}
 
 
 @pytest.mark.parametrize("api", [CHAT, COMPLETIONS])
@@ -157,3 +157,25 @@ def test_a_completion_s_chunk_is_one_of_text() -> None:
     made = {"choices": [{"index": 0, "text": "hi", "finish_reason": None, "stop_reason": None, "logprobs": None}]}
     (choice,) = derendered_chunk(COMPLETIONS, chunk, made)["choices"]
     assert (choice["text"], choice["logprobs"]) == ("hi", None)
+
+
+def test_text_alone_is_asked_for_as_it_was_recorded(pure: Any, recorded: Any) -> None:
+    """The prompt goes with the first call alone, as the state has what the service needs of it."""
+    for number, step in enumerate(recorded("derender/derender_completion_stream_plain")["steps"]):
+        asked = step["request"]
+        if not asked["generate_chunk"]["choices"]:
+            continue
+        (choice,) = asked["generate_chunk"]["choices"]
+        sampling = {"stop": ["###"], "min_tokens": 2, "stop_token_ids": [9], "skip_special_tokens": False, "seed": 1}
+        rendered = {"token_ids": asked["prompt_token_ids"], "sampling_params": sampling}
+        finish = {name: choice[name] for name in ("finish_reason", "stop_reason")}
+        body = pure(text_body, choice["token_ids"], finish, asked["stream_state"], rendered)
+        assert body.keys() <= asked.keys()
+        assert body["stream"] is True and body["stream_state"] == asked["stream_state"]
+        assert body["prompt_token_ids"] == (asked["prompt_token_ids"] if number == 0 else None)
+        (ours,) = body["generate_chunk"]["choices"]
+        shown = ("index", "token_ids", "finish_reason", "stop_reason")
+        assert ours == {name: choice[name] for name in shown if choice[name] is not None}
+        assert body["completion_request"] == {
+            "prompt": "prompt", "min_tokens": 2, "stop_token_ids": [9], "skip_special_tokens": False,
+        }  # fmt: skip

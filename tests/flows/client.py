@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
 
-
 @dataclass
 class Got:
     """An answer that was read to its end.

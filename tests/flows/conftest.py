@@ -28,7 +28,16 @@ from tests.flows.scripted import Scripted, Scripts
 
 POLL_S = 0.005
 
-ORDER = ("replace-media-urls", "render", "conditional-decode", "encode", "prefill", "decode", "prefill-decode")
+ORDER = (
+    "replace-media-urls",
+    "render",
+    "conditional-decode",
+    "encode",
+    "prefill",
+    "decode",
+    "prefill-decode",
+    "derender",
+)
 
 # Steps and their params; ``use_openai_format`` is what the pipeline section says.
 SHAPES: dict[str, tuple[bool, dict[str, dict[str, Any]]]] = {

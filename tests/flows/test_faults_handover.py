@@ -112,9 +112,7 @@ async def test_a_delivery_over_a_connection_that_had_died_is_made_again(
     assert len(legs(fleet.decode)) == 3
 
 
-async def test_a_storm_of_clients_who_leave_makes_no_storm_of_deliveries(
-    coordinator, fleet, ask, legs, eventually
-):
+async def test_a_storm_of_clients_who_leave_makes_no_storm_of_deliveries(coordinator, fleet, ask, legs, eventually):
     """A5: a bounded number at a time, and the others after them."""
     at = await coordinator(fleet)
     pause, passed = pause_before_decode(at), []

@@ -16,9 +16,7 @@ CAUGHT = Fault(path=CHAT, canned=Canned(400, json.dumps(REFUSED)))
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_prefill_that_fails_ends_decode_and_decides_the_status(
-    fleet_of, coordinator, eventually, kind, stream
-):
+async def test_a_prefill_that_fails_ends_decode_and_decides_the_status(fleet_of, coordinator, eventually, kind, stream):
     """L30: decode would wait for minutes; its connection is closed at once, and its own failure is never heard of."""
     fleet = await paired(fleet_of, kind)
     at = await coordinator(fleet, "pair")

@@ -11,9 +11,7 @@ APIS = (CHAT, COMPLETIONS, RESPONSES, MESSAGES)
 @pytest.mark.parametrize("path", APIS)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-async def test_the_answer_of_a_pair_is_the_one_that_a_single_worker_gives(
-    fleet_of, coordinator, kind, stream, path
-):
+async def test_the_answer_of_a_pair_is_the_one_that_a_single_worker_gives(fleet_of, coordinator, kind, stream, path):
     """Whatever the API; the two legs have met, and nothing is left on either side."""
     fleet, single = await paired(fleet_of, kind), await fleet_of(prefills=0)
     at = await coordinator(fleet, "pair")

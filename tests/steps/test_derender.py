@@ -240,14 +240,172 @@ async def test_a_generate_client_gets_its_answer_from_decode(decode: Decode, con
     assert ctx.generated is None and ctx.answer is not None
 
 
-@pytest.mark.parametrize(("stop", "streamed"), [([], True), (["###"], False)])
-async def test_a_stream_with_stop_strings_comes_whole_since_the_service_cuts_them_off_whole_answers_alone(
-    decode: Decode, context: Any, upstream: Any, stream: Any, stop: list[str], streamed: bool
+# --- stop strings, which the worker is not told ---------------------------------------------------------------------
+
+STOPPED = {
+    **RENDERED,
+    "sampling_params": {"n": 1, "stop": ["ef"], "include_stop_str_in_output": True, "max_tokens": 99},
+}
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_stop_strings_stay_here_and_decode_is_listened_to(
+    decode: Decode, context: Any, upstream: Any, stream: Any, streamed: bool
 ) -> None:
-    rendered = {**RENDERED, "sampling_params": {"stop": stop}}
-    ctx = context("chat", {**BODIES["chat"], "stream": True}, rendered=rendered)
-    live = stream(dumps(tokens(5)))
-    to = upstream(live if streamed else tokens(5, finish="stop"))
+    """S41: a worker without a tokenizer refuses them; and it would go on behind them."""
+    ctx = context("chat", {**BODIES["chat"], "stream": streamed}, rendered=STOPPED)
+    to = upstream(stream(dumps(tokens(5))))
     await decode.run(ctx, to)
-    assert to.legs[0].body["stream"] is streamed
-    assert isinstance(ctx.generated.source, bytes) is not streamed
+    (leg,) = to.legs
+    assert leg.body["sampling_params"] == {"n": 1, "max_tokens": 99}
+    assert (leg.body["stream"], leg.body["stream_options"]) == (True, {"include_usage": True})
+    assert not isinstance(ctx.generated.source, bytes)
+
+
+async def test_an_answer_with_its_prompt_s_logprobs_comes_whole_as_no_stream_has_them(
+    decode: Decode, context: Any, upstream: Any
+) -> None:
+    ctx = context("chat", {**BODIES["chat"], "prompt_logprobs": 1}, rendered=STOPPED)
+    to = upstream(tokens(5, finish="stop"))
+    await decode.run(ctx, to)
+    assert not to.legs[0].body["stream"] and "stop" not in to.legs[0].body["sampling_params"]
+
+
+class Speller:
+    """A service to which token 97 says "a", and 2 is the end. Stands in for ``coordinator.step.Upstream``.
+
+    Attributes:
+        texts: the tokens of each call for text.
+        wholes: the bodies of the others.
+    """
+
+    def __init__(self) -> None:
+        self.texts: list[list[int]] = []
+        self.wholes: list[Any] = []
+
+    async def post_json(self, ctx: Any, leg: Any) -> Reply:
+        if leg.body.get("stream"):
+            assert leg.path == "/v1/completions/derender"
+            (choice,) = leg.body["generate_chunk"]["choices"]
+            self.texts.append(choice["token_ids"])
+            text = "".join(chr(token) for token in choice["token_ids"] if token != 2)
+            state = (leg.body["stream_state"] or "") + text
+            assert (leg.body["prompt_token_ids"] is None) is bool(leg.body["stream_state"])
+            answer: Any = {"chunk": {"choices": [{"index": 0, "text": text}]}, "stream_state": state}
+        else:
+            self.wholes.append(leg.body)
+            choices = leg.body["generate_response"]["choices"]
+            said = [{**one, "message": {"role": "assistant", "content": "said"}} for one in choices]
+            answer = {"choices": said}
+        return Reply(200, (), dumps(answer), answer)
+
+
+def sampled(**sampling: Any) -> dict[str, Any]:
+    return {**STOPPED, "sampling_params": {**STOPPED["sampling_params"], **sampling}}
+
+
+def spelled(text: str, size: int, finish: str | None = "length", index: int = 0) -> list[bytes]:
+    ids = list(text.encode())
+    pieces = [ids[at : at + size] for at in range(0, len(ids), size)]
+    return [event(tokens(*piece, finish=finish if piece is pieces[-1] else None, index=index)) for piece in pieces]
+
+
+@pytest.mark.parametrize("size", [1, 3, 99])
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("api", ["chat", "responses", "messages"])
+async def test_a_stop_string_ends_the_answer_and_closes_the_leg(
+    derender: Derender, context: Any, api: str, size: int, streamed: bool
+) -> None:
+    """S29: at the token that completes it, in whatever pieces tokens come; of those behind it nothing is told."""
+    live, to = Live(*spelled("abcdefghijklmnop", size), DONE), Speller()
+    ctx = context(api, {**BODIES[api], "stream": streamed}, rendered=STOPPED)
+    ctx.generated = Answer(live, Format.GENERATE, wrap=True, headers=live.headers)
+    await derender.run(ctx, to)
+    (body,) = to.wholes
+    (given,) = body["generate_response"]["choices"]
+    assert given == {"index": 0, "token_ids": list(b"abcdef"), "finish_reason": "stop", "stop_reason": "ef"}
+    (choice,) = ctx.answer.body["choices"]
+    assert (choice["finish_reason"], choice["stop_reason"], choice["token_ids"]) == ("stop", "ef", list(b"abcdef"))
+    assert ctx.answer.body["usage"] == {"prompt_tokens": 2, "completion_tokens": 6, "total_tokens": 8}
+    assert isinstance(ctx.answer.source, bytes)
+    assert (live.closed, live.endings) == (True, [None])
+    assert len(live.pieces) >= 1, "what comes after a stop string is not read"
+
+
+@pytest.mark.parametrize(
+    ("sampling", "kept", "why"),
+    [
+        ({"stop": ["zz"]}, "abcdefgh", None),
+        ({"min_tokens": 5}, "abcdef", "ef"),  # it ends behind them, wherever it began
+        ({"min_tokens": 6}, "abcdefgh", None),
+        ({"min_tokens": 6, "stop": ["ef", "h"]}, "abcdefgh", "h"),
+        ({"stop": ["h", "fg", "cdefgh"]}, "abcdefg", "fg"),
+        ({"stop": ["a"]}, "a", "a"),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 2, 99])
+async def test_where_an_answer_ends(
+    derender: Derender, context: Any, sampling: Any, kept: str, why: str | None, size: int
+) -> None:
+    live, to = Live(*spelled("abcdefgh", size), DONE), Speller()
+    ctx = context("chat", BODIES["chat"], rendered=sampled(**sampling))
+    ctx.generated = Answer(live, Format.GENERATE, wrap=True)
+    await derender.run(ctx, to)
+    (choice,) = ctx.answer.body["choices"]
+    assert bytes(choice["token_ids"]).decode() == kept
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("length" if why is None else "stop", why)
+
+
+async def test_an_end_of_the_worker_s_own_stays_what_it_is(derender: Derender, context: Any) -> None:
+    live, to = Live(event(tokens(97)), event(tokens(98, 2, finish="stop")), DONE), Speller()
+    ctx = context("chat", BODIES["chat"], rendered=STOPPED)
+    ctx.generated = Answer(live, Format.GENERATE, wrap=True)
+    await derender.run(ctx, to)
+    assert to.wholes[0]["generate_response"]["choices"][0]["token_ids"] == [97, 98, 2]
+    assert ctx.answer.body["choices"][0]["stop_reason"] is None
+    assert ctx.answer.body.get("usage") is None, "the worker's own, where nothing was cut"
+
+
+async def test_each_choice_ends_by_itself_and_the_leg_with_the_last(derender: Derender, context: Any) -> None:
+    early, late = spelled("abefabab", 2), spelled("xyzefxyz", 1, index=1)
+    live, to = Live(*early[:2], *late[:3], *early[2:], *late[3:], DONE), Speller()
+    ctx = context("chat", {**BODIES["chat"], "n": 2}, rendered=sampled(n=2))
+    ctx.generated = Answer(live, Format.GENERATE, wrap=True)
+    await derender.run(ctx, to)
+    said = [(bytes(one["token_ids"]).decode(), one["stop_reason"]) for one in ctx.answer.body["choices"]]
+    assert said == [("abef", "ef"), ("xyzef", "ef")]
+    assert ctx.answer.body["usage"]["completion_tokens"] == 9
+    assert live.closed and live.pieces
+    assert to.texts.count(list(b"ab")) == 1, "a choice that has ended is not asked about"
+
+
+@pytest.mark.parametrize("finish", ["length", "stop"])
+async def test_a_whole_answer_is_cut_too(derender: Derender, context: Any, finish: str) -> None:
+    """One with its prompt's logprobs, whose worker went on to its own end: the token is found by halves."""
+    reply = {**tokens(*b"abcdefghijklmnopqrstuvwxyz", finish=finish), "prompt_logprobs": [None]}
+    reply["choices"][0]["logprobs"] = {"content": [{"token": f"token_id:{n}"} for n in range(26)]}
+    ctx, to = context("chat", BODIES["chat"], rendered=STOPPED), Speller()
+    ctx.generated = Answer(dumps(reply), Format.GENERATE, wrap=True, body=reply)
+    await derender.run(ctx, to)
+    (given,) = to.wholes[0]["generate_response"]["choices"]
+    assert (given["token_ids"], given["finish_reason"], given["stop_reason"]) == (list(b"abcdef"), "stop", "ef")
+    assert len(given["logprobs"]["content"]) == 6
+    assert len(to.texts) <= 1 + 5
+    assert ctx.answer.body["prompt_logprobs"] == [None]
+
+
+async def test_whose_fault_it_is_when_a_search_fails(derender: Derender, context: Any, upstream: Any) -> None:
+    """The worker is told of its own alone, and the leg is closed with the request."""
+    cut = b'data: {"error":{"message":"engine died"}}\n\n'
+    for live, to, endings in (
+        (Live(event(tokens(5)), DONE), upstream(LegFailed("derender", "down")), 0),
+        (Live(event(tokens(97)), cut), Speller(), 1),
+        (Live(event(tokens(97)), DONE), Speller(), 1),  # no finish
+    ):
+        ctx = context("chat", BODIES["chat"], rendered=STOPPED)
+        ctx.generated = Answer(live, Format.GENERATE, wrap=True)
+        with pytest.raises(LegFailed):
+            await derender.run(ctx, to)
+        assert len(live.endings) == endings and None not in live.endings
+        await ctx.aclose()
+        assert live.closed

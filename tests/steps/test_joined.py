@@ -142,9 +142,7 @@ async def test_a_prefill_that_fails_ends_the_stream_with_its_error(
     assert took == [b"a"]
 
 
-async def test_a_client_that_is_behind_stops_the_reading_and_it_goes_on(
-    prefill: Prefilling, took: list[bytes]
-) -> None:
+async def test_a_client_that_is_behind_stops_the_reading_and_it_goes_on(prefill: Prefilling, took: list[bytes]) -> None:
     source = Source()
     stream = Joined(source, prefill.task)
     for item in (b"a", b"b", None):

@@ -186,9 +186,7 @@ async def test_the_legs_carry_what_the_contract_says_and_no_more(
             assert set(body["kv_transfer_params"]) == adds
 
 
-async def test_offloading_s_decode_is_told_where_the_tier_of_prefill_is(
-    pair: Any, run: Any, workers: Workers
-) -> None:
+async def test_offloading_s_decode_is_told_where_the_tier_of_prefill_is(pair: Any, run: Any, workers: Workers) -> None:
     await run(pair("kv-offloading", bootstrap_port=lambda url: 7000))
     prefill, decode = (workers.leg(role).body["kv_transfer_params"] for role in ("prefill", "decode"))
     id = prefill["remote_decoder"]["kv_request_id"]
@@ -431,9 +429,7 @@ async def test_what_only_decode_can_compute_is_sent_to_it_alone(
     assert counted.all == [("prefill_skipped", reason)]
 
 
-async def test_an_sglang_request_must_name_a_prefill_worker(
-    pair: Any, context: Callable[..., RequestContext]
-) -> None:
+async def test_an_sglang_request_must_name_a_prefill_worker(pair: Any, context: Callable[..., RequestContext]) -> None:
     with pytest.raises(BadRequest, match="names no prefill worker"):
         await pair("kv-sglang").run(context("chat", CHAT), Workers(serves=False))
 

@@ -154,6 +154,7 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
     "text offsets": text(return_token_offsets=True, skip_special_tokens=False),
 }  # fmt: skip
 
+
 def anthropic(**fields: Any) -> tuple[str, dict[str, Any]]:
     return "messages", {"model": "tiny", "messages": HI, "max_tokens": 40, **fields}
 

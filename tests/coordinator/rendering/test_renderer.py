@@ -72,8 +72,20 @@ NEED_A_SERVICE = {
     "media": chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://a/b"}}]}]),
     "tool reference": chat(messages=[{"role": "user", "content": [{"type": "tool_reference", "name": "a"}]}]),
     "another API": ("responses", {"input": "hi"}),
-    "tool reference in a result": anthropic(messages=[{"role": "user", "content": [{"type": "tool_result",
-        "tool_use_id": "a", "content": [{"type": "tool_reference", "tool_name": "x"}]}]}]),
+    "tool reference in a result": anthropic(
+        messages=[
+            {
+                "role": "user",
+                "content": [
+                    {
+                        "type": "tool_result",
+                        "tool_use_id": "a",
+                        "content": [{"type": "tool_reference", "tool_name": "x"}],
+                    }
+                ],
+            }
+        ]
+    ),
 }
 
 
