@@ -7,7 +7,7 @@ from a body. What several processes have may be added up, gauges too.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
@@ -15,16 +15,16 @@ from prometheus_client import (
     Counter,
     Gauge,
     Histogram,
-    Summary,
     generate_latest,
 )
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from coordinator.tallies import Count, Level, Sums, Times
 from coordinator.telemetry.pace import GAP_SECONDS, Pace
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping
     from typing import Protocol
 
     from prometheus_client import Metric
@@ -59,28 +59,6 @@ NOT_SUMMED = frozenset(
 
 # What is told of answers that are no use, by the error's class.
 _UNUSABLE = {"LegUnreadable": "unreadable", "LegUnechoed": "not_echoed"}
-
-
-class Children(dict[tuple[str, ...], Any]):
-    """The children of one metric by their labels' values: ``labels()`` costs a microsecond every time."""
-
-    def __init__(self, metric: Counter | Gauge | Histogram | Summary) -> None:
-        self._metric = metric
-
-    def __missing__(self, values: tuple[str, ...]) -> Any:
-        child = self[values] = self._metric.labels(*values)
-        return child
-
-
-class Gaps(Histogram):
-    """A histogram that takes many observations at once, already sorted into its buckets."""
-
-    def add(self, counts: Sequence[int], total: float) -> None:
-        """Add so many observations to each bucket, the one beyond all bounds included; ``total`` is their sum."""
-        self._sum.inc(total)
-        for bucket, count in zip(self._buckets, counts, strict=True):
-            if count:
-                bucket.inc(count)
 
 
 class ProcessMetrics:
@@ -132,24 +110,24 @@ class Metrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
-        self.requests = Counter(
+        self.requests = Count(
             "coordinator_requests",
             "Requests that are over, by route, outcome and model.",
             ["route", "outcome", "model"],
-            registry=registry,
+            registry,
         )
-        self.request_seconds = Histogram(
+        self.request_seconds = Times(
             "coordinator_request_seconds",
             "From the request's head to the last byte of its answer.",
             ["route"],
-            buckets=_SECONDS,
-            registry=registry,
+            _SECONDS,
+            registry,
         )
-        self.in_flight = Gauge(
+        self.in_flight = Level(
             "coordinator_requests_in_flight",
             "Requests whose answer is not yet whole, those in the queue included.",
             ["route"],
-            registry=registry,
+            registry,
         )
         self.requests_queued = Gauge(
             "coordinator_requests_queued", "Requests that wait for a place.", registry=registry
@@ -161,24 +139,24 @@ class Metrics:
             buckets=_SECONDS,
             registry=registry,
         )
-        self.leg_seconds = Histogram(
+        self.leg_seconds = Times(
             "coordinator_leg_seconds",
             "One step of one request; for a streamed answer, up to the first event.",
             ["step", "outcome"],
-            buckets=_SECONDS,
-            registry=registry,
+            _SECONDS,
+            registry,
         )
-        self.legs_in_flight = Gauge(
+        self.legs_in_flight = Level(
             "coordinator_legs_in_flight",
             "Calls of a worker whose answer is not yet whole.",
             ["role", "worker"],
-            registry=registry,
+            registry,
         )
-        self.worker_leg_seconds = Summary(
+        self.worker_leg_seconds = Sums(
             "coordinator_worker_leg_seconds",
             "One call of one worker; for a streamed answer, up to the first event.",
             ["role", "worker", "outcome"],
-            registry=registry,
+            registry,
         )
         self.streams_broken = Counter(
             "coordinator_streams_broken",
@@ -192,38 +170,39 @@ class Metrics:
             ["step", "reason"],
             registry=registry,
         )
-        self.ttft_seconds = Histogram(
+        self.ttft_seconds = Times(
             "coordinator_time_to_first_token_seconds",
             "From the request read to the first frame with content written to the client (streams only).",
             ["route", "model"],
-            buckets=_SECONDS,
-            registry=registry,
+            _SECONDS,
+            registry,
         )
-        self.itl_seconds = Gaps(
+        self.itl_seconds = Times(
             "coordinator_inter_token_latency_seconds",
             "Between two frames with content, which may hold several tokens; told when the stream is over.",
             ["route", "model"],
-            buckets=GAP_SECONDS,
-            registry=registry,
+            GAP_SECONDS,
+            registry,
         )
-        self.tpot_seconds = Histogram(
+        self.tpot_seconds = Times(
             "coordinator_time_per_output_token_seconds",
             "From the first frame with content to the last, divided by the output tokens but one (streams only).",
             ["route", "model"],
-            buckets=GAP_SECONDS,
-            registry=registry,
+            GAP_SECONDS,
+            registry,
         )
-        self.tokens = Counter(
+        self.tokens = Count(
             "coordinator_tokens",
             "Tokens as the workers counted them: prompt, and completion.",
             ["route", "kind", "model"],
-            registry=registry,
+            registry,
         )
-        self.handover_age_seconds = Histogram(
+        self.handover_age_seconds = Times(
             "coordinator_handover_age_seconds",
             "From prefill's answer to the decode leg that carries its hand-over.",
-            buckets=_AGES,
-            registry=registry,
+            [],
+            _AGES,
+            registry,
         )
         self.handovers_missing = Counter(
             "coordinator_handovers_missing",
@@ -289,15 +268,6 @@ class Metrics:
             registry=registry,
         )
         self._workers: dict[str, str] = {}
-        self._requests, self._request_seconds = Children(self.requests), Children(self.request_seconds)
-        self._in_flight, self._leg_seconds = Children(self.in_flight), Children(self.leg_seconds)
-        self._legs_in_flight = Children(self.legs_in_flight)
-        self._worker_leg_seconds = Children(self.worker_leg_seconds)
-        self._ttft, self._itl, self._tpot = (
-            Children(metric) for metric in (self.ttft_seconds, self.itl_seconds, self.tpot_seconds)
-        )
-        self._tokens = Children(self.tokens)
-
         self.workers_discovered = Gauge(
             "coordinator_discovered_workers",
             "Workers of a pool that are looked up, as of now.",
@@ -360,18 +330,18 @@ class Metrics:
         self.retries.labels("prefill_again").inc()
 
     def handover_sent(self, age_s: float) -> None:
-        self.handover_age_seconds.observe(age_s)
+        self.handover_age_seconds.observe((), age_s)
 
     def entered(self, route: str, change: int) -> None:
-        self._in_flight[(route,)].inc(change)
+        self.in_flight.values[(route,)] += change
 
     def request(self, route: str, outcome: str, model: str, seconds: float) -> None:
-        self._requests[route, outcome, model].inc()
-        self._request_seconds[(route,)].observe(seconds)
+        self.requests.values[route, outcome, model] += 1
+        self.request_seconds.observe((route,), seconds)
 
     def leg(self, leg: LegTime) -> None:
         """Count one step, and what it could not use of its workers' answers."""
-        self._leg_seconds[leg.step, leg.outcome].observe(leg.seconds)
+        self.leg_seconds.observe((leg.step, leg.outcome), leg.seconds)
         # A worker's answer is read where it comes in, and again by its step, which has the last word.
         last = leg.attempts[-1].outcome if leg.attempts else ""
         if leg.outcome != last:
@@ -391,13 +361,13 @@ class Metrics:
         return label
 
     def leg_opened(self, attempt: Attempt) -> None:
-        self._legs_in_flight[attempt.role, attempt.worker].inc()
+        self.legs_in_flight.values[attempt.role, attempt.worker] += 1
 
     def leg_closed(self, attempt: Attempt) -> None:
-        self._legs_in_flight[attempt.role, attempt.worker].dec()
+        self.legs_in_flight.values[attempt.role, attempt.worker] -= 1
 
     def attempt(self, attempt: Attempt) -> None:
-        self._worker_leg_seconds[attempt.role, attempt.worker, attempt.outcome].observe(attempt.seconds)
+        self.worker_leg_seconds.observe((attempt.role, attempt.worker, attempt.outcome), attempt.seconds)
         self.unusable(attempt.step, attempt.outcome)
 
     def stream_broken(self, attempt: Attempt) -> None:
@@ -406,14 +376,14 @@ class Metrics:
 
     def stream(self, route: str, model: str, pace: Pace, ttft_s: float, output_tokens: int) -> None:
         """Take the clock points of a stream that is over."""
-        self._ttft[route, model].observe(ttft_s)
-        self._itl[route, model].add(pace.gaps, pace.lasted_s)
+        self.ttft_seconds.observe((route, model), ttft_s)
+        self.itl_seconds.add((route, model), pace.gaps, pace.lasted_s)
         if (per_token_s := pace.per_token_s(output_tokens)) is not None:
-            self._tpot[route, model].observe(per_token_s)
+            self.tpot_seconds.observe((route, model), per_token_s)
 
     def usage(self, route: str, model: str, prompt: int, completion: int) -> None:
-        self._tokens[route, "prompt", model].inc(prompt)
-        self._tokens[route, "completion", model].inc(completion)
+        self.tokens.values[route, "prompt", model] += prompt
+        self.tokens.values[route, "completion", model] += completion
 
     def page(self) -> tuple[bytes, str]:
         """Return the exposition and its content type."""

@@ -139,9 +139,9 @@ TABLE = (
         types=AIOHTTP,
     ),
     Row(
-        ("coordinator.metrics", "coordinator.processes.totals"),
-        "coordinator.metrics and totals import prometheus_client, envelope and the core; no other of the core does",
-        may=("prometheus_client", *ENVELOPE, *CORE),
+        ("coordinator.metrics", "coordinator.tallies", "coordinator.processes.totals"),
+        "coordinator.metrics, tallies and totals import prometheus_client, envelope and the core; no other of the core does",
+        may=("prometheus_client", "coordinator.tallies", *ENVELOPE, *CORE),
     ),
     Row(
         CORE,
@@ -288,7 +288,7 @@ IMPORTED_ONLY_BY = {
     "steps": ("coordinator.registry", "steps.*", *WIRING),
     "steps.*": ("coordinator.registry", "steps.*", *WIRING),
     "yaml": ("coordinator.yaml_file", *WIRING),
-    "prometheus_client": ("coordinator.metrics", "coordinator.processes.totals", *WIRING),
+    "prometheus_client": ("coordinator.metrics", "coordinator.tallies", "coordinator.processes.totals", *WIRING),
     "coordinator.telemetry.otel": WIRING,
     **dict.fromkeys(LOOKUPS, WIRING),
 }
