@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from coordinator.headers import downstream_headers
@@ -27,11 +26,30 @@ if TYPE_CHECKING:
 _SOON = {"Retry-After": "1"}
 
 _DONE = b"[DONE]"
-_STREAMS = {"stream": True}
 
 
 class Call:
     """One leg under way: owns its worker's permit and its connection. Implements ``coordinator.context.LiveStream``."""
+
+    __slots__ = (
+        "_closed",
+        "_first",
+        "_head",
+        "_heard",
+        "_pool",
+        "_tokens",
+        "attempt",
+        "began",
+        "connected",
+        "connection",
+        "ends_at",
+        "leg",
+        "lingering",
+        "report",
+        "stale",
+        "watched",
+        "worker",
+    )
 
     def __init__(
         self, leg: Leg, worker: Worker, pool: Pool, attempt: int = 0, begun: float | None = None, tokens: int = 0
@@ -46,9 +64,9 @@ class Call:
         self.watched: Watched | None = None
         self.report: Callable[[Worker, ApiError | None], None] | None = None
         self.connection: Connection = None  # type: ignore[assignment]  # set by ``open``
-        self.began = asyncio.get_running_loop().time()
-        first = self.began if begun is None else begun
-        self.ends_at = first + leg.limits.request_s if leg.limits.request_s else None
+        now = asyncio.get_running_loop().time() if attempt or begun is None else begun
+        self.began = now
+        self.ends_at = (now if begun is None else begun) + leg.limits.request_s if leg.limits.request_s else None
         self._head: list[bytes] = []
         self._first = b""
         self._heard = False  # the worker has begun to answer, or tried to
@@ -89,8 +107,9 @@ class Call:
         """
         if self.connection is not None:
             self.connection.close()
-        connect_s = self.leg.limits.connect_s
-        connection = await self._pool.acquire(self.worker.url, connect_s, fresh=fresh, ends_at=ends_at)
+        url = self.worker.url
+        if fresh or (connection := self._pool.kept(url, self.began)) is None:
+            connection = await self._pool.acquire(url, self.leg.limits.connect_s, fresh=fresh, ends_at=ends_at)
         self.connection, self.connected = connection, True
         connection.send(head, *body)
         try:
@@ -131,7 +150,7 @@ class Call:
             self._heard = not isinstance(told, LegRejected)
             raise told
         self._first, self._heard = data, True
-        self.leg = replace(self.leg, body=_STREAMS)  # that may last, and the body may be long
+        self.leg = self.leg.begun()
 
     async def read_all(self) -> bytes:
         """Return the whole body.
@@ -139,6 +158,9 @@ class Call:
         Raises:
             LegFailed, LegTimeout: the answer broke off, or nothing came in time.
         """
+        if self.connection.complete and not self._head:  # it came with its head, as most do
+            self._heard = True
+            return self.connection.take()
         parts = list[bytes]()
 
         def keep(data: bytes) -> bool:
@@ -191,6 +213,9 @@ class Call:
                 # Something has come since the limit was set, so it is set anew.
 
     async def aclose(self) -> None:
+        self.close()
+
+    def close(self) -> None:
         """Give the permit back and, unless the answer was read to its end, close the connection: the worker stops."""
         if self._closed:
             return

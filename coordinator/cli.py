@@ -140,7 +140,7 @@ def _spare_the_collector() -> None:
     """Let the garbage collector pass over what stays until the end, and run less often: it took 6 % of a request."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(10_000, 10, 10)
+    gc.set_threshold(50_000, 10, 10)
 
 
 def _port_refused(config: Config, path: str, error: OSError) -> str:

@@ -114,9 +114,9 @@ class _Scribe:
     async def post_json(self, ctx: RequestContext, leg: Leg, *, accept: tuple[int, ...] = ()) -> Reply:
         self._write_down(ctx, leg)
         if leg.step == "conditional-decode":
-            return Reply(412, (), b"", None)  # a miss is what shows the rest of the pipeline
+            return Reply(412, b"", None)  # a miss is what shows the rest of the pipeline
         body = _stand_in(ctx, leg)
-        return Reply(200, (), dumps(body), body)
+        return Reply(200, dumps(body), body)
 
     async def stream(self, ctx: RequestContext, leg: Leg, *, accept: tuple[int, ...] = ()) -> _Opened | Reply:
         if leg.step == "conditional-decode":

@@ -5,8 +5,9 @@ Source: RFC 9110 section 7.6.1 for hop-by-hop fields; llm-d's router for the rou
 
 from __future__ import annotations
 
+import os
 import re
-import secrets
+from functools import cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -63,10 +64,18 @@ ROUTING = frozenset(
 # What a client proves itself with. Where we have checked it, workers need not know it.
 CREDENTIALS = frozenset(("authorization", "x-api-key"))
 
-_NOT_UPSTREAM = HOP_BY_HOP | FRAMING | ROUTING | {"x-request-id"}
+# What every leg sets itself.
+_EVERY_LEG = frozenset(("accept", "accept-encoding", "x-request-id"))
+
+_NOT_UPSTREAM = HOP_BY_HOP | FRAMING | ROUTING | _EVERY_LEG
 _NOT_DOWNSTREAM = HOP_BY_HOP | FRAMING | {"date", "server", "x-request-id", "set-cookie", "alt-svc"}
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}", re.ASCII)
+
+
+def decoded(fields: Iterable[tuple[bytes, bytes]]) -> list[tuple[str, str]]:
+    """Return a head's fields as text; what llhttp has found still has the blanks behind its values."""
+    return [(name.decode("latin-1"), value.rstrip(b" \t").decode("utf-8", "surrogateescape")) for name, value in fields]
 
 
 def upstream_headers(raw: Iterable[tuple[str, str]], also_drop: frozenset[str] = frozenset()) -> Headers:
@@ -75,7 +84,7 @@ def upstream_headers(raw: Iterable[tuple[str, str]], also_drop: frozenset[str] =
     Args:
         also_drop: lower-case names that this configuration reads as routing.
     """
-    return _kept(raw, _NOT_UPSTREAM | also_drop)
+    return _kept(raw, _not_upstream(also_drop))
 
 
 def downstream_headers(raw: Iterable[tuple[str, str]]) -> Headers:
@@ -124,6 +133,8 @@ def leg_headers(
         *ctx.carried.items(),
         *trace,
     ]
+    if len(own) == len(_EVERY_LEG):
+        return [*ctx.headers, *own]
     ours = {name.lower() for name, _ in own}
     if "authorization" in ours:
         ours |= CREDENTIALS  # our key in place of the client's, in whichever header it came
@@ -132,7 +143,7 @@ def leg_headers(
 
 def request_id(sent: str | None) -> str:
     """Return the client's own request id when it is safe to log and to send on, else a new one."""
-    return sent if sent and _REQUEST_ID.fullmatch(sent) else secrets.token_hex(16)
+    return sent if sent and _REQUEST_ID.fullmatch(sent) else os.urandom(16).hex()
 
 
 def leg_id(request_id: str) -> str:
@@ -140,13 +151,21 @@ def leg_id(request_id: str) -> str:
 
     A worker refuses or mixes up two live requests with the same id, and clients do repeat theirs.
     """
-    return f"{request_id}-{secrets.token_hex(4)}"
+    return f"{request_id}-{os.urandom(4).hex()}"
+
+
+@cache
+def _not_upstream(also_drop: frozenset[str]) -> frozenset[str]:
+    return _NOT_UPSTREAM | also_drop
 
 
 def _kept(raw: Iterable[tuple[str, str]], drop: frozenset[str]) -> Headers:
-    pairs = list(raw)
-    names = [name.lower() for name, _ in pairs]
-    if "connection" in names:
-        listed = [value for name, (_, value) in zip(names, pairs, strict=True) if name == "connection"]
-        drop = drop | {token.strip().lower() for value in listed for token in value.split(",")}
-    return tuple([pair for name, pair in zip(names, pairs, strict=True) if name not in drop])
+    kept, connection = list[tuple[str, str]](), list[str]()
+    for pair in raw:
+        if (name := pair[0].lower()) not in drop:
+            kept.append(pair)
+        elif name == "connection":
+            connection.append(pair[1])
+    if connection and (listed := {token.strip().lower() for value in connection for token in value.split(",")}):
+        return tuple([pair for pair in kept if pair[0].lower() not in listed])
+    return tuple(kept)

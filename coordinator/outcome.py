@@ -173,5 +173,7 @@ def _call(attempt: Attempt) -> dict[str, Any]:
 
 
 def _tokens(usage: dict[str, object], *names: str) -> int:
-    value = next((usage[name] for name in names if usage.get(name) is not None), 0)
-    return value if isinstance(value, int) and value > 0 else 0
+    for name in names:
+        if (value := usage.get(name)) is not None:
+            return value if isinstance(value, int) and value > 0 else 0
+    return 0

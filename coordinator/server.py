@@ -151,8 +151,9 @@ class Front:
 
     def _enter(self, route: str, plan: Plan) -> None:
         plan.enter()
+        if not self.in_flight:
+            self.idle.clear()
         self.in_flight += 1
-        self.idle.clear()
         self._metrics.entered(route, 1)
 
     def _leave(self, route: str, plan: Plan) -> None:

@@ -88,6 +88,19 @@ class Leg:
     method: str = "POST"
     read: Callable[[bytes], Any] = loads_lenient
 
+    def begun(self) -> Leg:
+        """Return what is still asked of a leg whose answer streams: that may last, and the body may be long."""
+        return Leg(
+            self.step,
+            self.role,
+            self.path,
+            {"stream": True},
+            self.limits,
+            single_use=self.single_use,
+            detached=self.detached,
+            tied=self.tied,
+        )
+
     @property
     def needs(self) -> str:
         """What its worker must serve: the output mode where it is to make text of tokens, else the route."""
@@ -95,14 +108,22 @@ class Leg:
         return mode if mode in (TEXT, DERENDER) else self.path
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)  # not frozen, as Leg
 class Reply:
-    """A worker's whole answer with a 2xx status (or one that the leg said it accepts)."""
+    """A worker's whole answer with a 2xx status (or one that the leg said it accepts); never changed.
+
+    Attributes:
+        find_headers: returns those of its headers that go on to the client; few legs ask.
+    """
 
     status: int
-    headers: Headers
     raw: bytes
     body: Any
+    find_headers: Callable[[], Headers] = tuple
+
+    @property
+    def headers(self) -> Headers:
+        return self.find_headers()
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,11 +6,12 @@ import asyncio
 import dataclasses
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from coordinator.bootstrap import BootstrapServers
 from coordinator.call import WIRE_FAULTS, Call, earliest, wire_error
-from coordinator.headers import leg_headers
+from coordinator.headers import downstream_headers, leg_headers
 from coordinator.retry import RetryBudget, may_go_on, spent, wait_s
 from coordinator.routing.router import Worker
 from coordinator.step import Reply
@@ -27,12 +28,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping, Sequence
 
     from coordinator.background import Faults
-    from coordinator.context import RequestContext
+    from coordinator.context import Headers, RequestContext
     from coordinator.metrics import Metrics
     from coordinator.routing.router import Router
     from coordinator.step import Leg, MediaFetcher, Parsers, Peer
+    from envelope.written import Buffer
 
 T = TypeVar("T")
+
+if TYPE_CHECKING:
+    _Once = Callable[[RequestContext, Call, tuple[int, ...]], Coroutine[Any, Any, T]]
+    """Sends a leg over a call; the statuses are those that its step accepts."""
 
 # How long a leg is held after its client has left: a decode, to be started; a prefill, to tell what it left. One that
 # ends in the milliseconds in which its connection is closed tells nobody, and its blocks wait for the end of the lease.
@@ -122,49 +128,51 @@ class HttpUpstream:
     def uncached_tokens(self, ctx: RequestContext, role: str) -> int | None:
         return self.links[role].router.uncached_tokens(ctx, ctx.failed)
 
-    async def post_json(self, ctx: RequestContext, leg: Leg, *, accept: tuple[int, ...] = ()) -> Reply:
-        async def once(call: Call) -> Reply:
-            try:
-                await self._open(ctx, call)
-                return await self._whole(ctx, call, accept)
-            except WIRE_FAULTS as error:
-                raise wire_error(leg, error, reached=call.connected) from error
-            except asyncio.CancelledError:
-                self._linger(ctx, call)
-                raise
-            finally:
-                if not call.lingering:
-                    await call.aclose()
-
-        return await self._attempt(ctx, leg, once)
+    def post_json(self, ctx: RequestContext, leg: Leg, *, accept: tuple[int, ...] = ()) -> Coroutine[Any, Any, Reply]:
+        return self._attempt(ctx, leg, self._answered, accept)
 
     async def get(self, ctx: RequestContext, leg: Leg) -> Reply:
         """Send a GET and read its whole JSON answer; errors as in ``post_json``."""
         return await self.post_json(ctx, dataclasses.replace(leg, method="GET"))
 
-    async def stream(self, ctx: RequestContext, leg: Leg, *, accept: tuple[int, ...] = ()) -> Call | Reply:
-        async def once(call: Call) -> Call | Reply:
-            opened = False
-            try:
-                await self._open(ctx, call)
-                if call.connection.status != 200 or is_json(call.connection.headers):
-                    return await self._whole(ctx, call, accept)
-                await call.read_first_event(self._first_byte_at(call))
-                self._remember(ctx, call)
-                opened = True
-            except WIRE_FAULTS as error:
-                raise wire_error(leg, error, reached=call.connected) from error
-            except asyncio.CancelledError:
-                self._linger(ctx, call)
-                raise
-            finally:
-                if not (opened or call.lingering):
-                    await call.aclose()
-            return call
+    def stream(
+        self, ctx: RequestContext, leg: Leg, *, accept: tuple[int, ...] = ()
+    ) -> Coroutine[Any, Any, Call | Reply]:
+        return self._attempt(ctx, leg, self._streamed, accept)
 
-        return await self._attempt(ctx, leg, once)
+    async def _answered(self, ctx: RequestContext, call: Call, accept: tuple[int, ...]) -> Reply:
+        try:
+            await self._open(ctx, call)
+            return await self._whole(ctx, call, accept)
+        except WIRE_FAULTS as error:
+            raise wire_error(call.leg, error, reached=call.connected) from error
+        except asyncio.CancelledError:
+            self._linger(ctx, call)
+            raise
+        finally:
+            if not call.lingering:
+                call.close()
 
-    async def _attempt(self, ctx: RequestContext, leg: Leg, once: Callable[[Call], Coroutine[Any, Any, T]]) -> T:
+    async def _streamed(self, ctx: RequestContext, call: Call, accept: tuple[int, ...]) -> Call | Reply:
+        leg, opened = call.leg, False
+        try:
+            await self._open(ctx, call)
+            if call.connection.status != 200 or is_json(call.connection.headers):
+                return await self._whole(ctx, call, accept)
+            await call.read_first_event(self._first_byte_at(call))
+            self._remember(ctx, call)
+            opened = True
+        except WIRE_FAULTS as error:
+            raise wire_error(leg, error, reached=call.connected) from error
+        except asyncio.CancelledError:
+            self._linger(ctx, call)
+            raise
+        finally:
+            if not (opened or call.lingering):
+                call.close()
+        return call
+
+    async def _attempt(self, ctx: RequestContext, leg: Leg, once: _Once[T], accept: tuple[int, ...]) -> T:
         """Send a leg to one worker after another, until one answers or trying on makes no sense."""
         router, tried = self.links[leg.role].router, list[Worker]()
         self._budget.deposit()
@@ -178,7 +186,7 @@ class HttpUpstream:
             if leg.role == "prefill":
                 ctx.prefill_at = worker.url
             try:
-                answer = await once(call)
+                answer = await once(ctx, call, accept)
                 watched.answered(answer)
                 if answer is not call:  # a stream that has begun may still break off
                     router.report(worker, None)
@@ -199,8 +207,10 @@ class HttpUpstream:
                 if not error.elsewhere or spent(leg, error):
                     raise
             finally:
-                watched.settle("cancelled")
-                ctx.handover_fetched |= leg.single_use and (call.lingering or call.took_up)
+                if watched.open:
+                    watched.settle("cancelled")
+                if leg.single_use and (call.lingering or call.took_up):
+                    ctx.handover_fetched = True
             self._metrics.retries.labels(leg.step).inc()
             await asyncio.sleep(wait_s(len(tried)))
         if why := router.why_none(needs):
@@ -247,7 +257,7 @@ class HttpUpstream:
         except Exception as error:
             self._faults.tell("lingering", error)
         finally:
-            await call.aclose()
+            call.close()
         open_s = asyncio.get_running_loop().time() - call.began
         # Of a pair, prefill may be running on: its step knows, and the request may be at the next one by now.
         if leg.single_use and not leg.tied and not call.took_up and open_s < _TAKEN_UP_S:
@@ -272,10 +282,13 @@ class HttpUpstream:
         closes idle connections on its own clock, and the notice may cross our request on the wire.
         """
         leg = call.leg
-        body = pieces(leg.body) if leg.method == "POST" else []
+        body: list[Buffer] = []
+        length = None
+        if leg.method == "POST":
+            body = pieces(leg.body)
+            length = len(body[0]) if len(body) == 1 else sum(map(len, body))
         trace = () if call.watched is None else call.watched.headers
         headers = leg_headers(ctx, leg, call.worker, call.attempt, trace)
-        length = sum(map(len, body)) if leg.method == "POST" else None
         head = request_head(leg.method, call.worker.url, leg.path, headers, length)
         ends_at = self._first_byte_at(call)
         try:
@@ -293,7 +306,7 @@ class HttpUpstream:
         leg, status = call.leg, call.connection.status
         raw = await call.read_all()
         if status in accept:
-            return Reply(status, call.headers, raw, None)
+            return Reply(status, raw, None, _passed_on(call))
         if not 200 <= status < 300:
             raise refusal(leg, status, call.connection.headers, raw, self.links[leg.role].our_key)
         try:
@@ -303,7 +316,7 @@ class HttpUpstream:
         if not isinstance(body, (dict, list)):
             raise LegUnreadable(leg.step, "the worker's answer is neither a JSON object nor a list")
         self._remember(ctx, call)
-        return Reply(status, call.headers, raw, body)
+        return Reply(status, raw, body, _passed_on(call))
 
     def _remember(self, ctx: RequestContext, call: Call) -> None:
         for name in self._carry:
@@ -314,12 +327,21 @@ class HttpUpstream:
         limit = call.leg.limits.first_byte_s
         if limit is None:
             limit = self.links[call.leg.role].first_byte_s
-        return earliest(call.began + limit if limit else None, call.ends_at)
+        if not limit:
+            return call.ends_at
+        return earliest(call.began + limit, call.ends_at)
 
 
 def _first_choice(ctx: RequestContext, router: Router, needs: str, barred: Sequence[Worker]) -> Worker | None:
     """Return a worker that has not failed this request, or else one that has: it may be the only one."""
+    if not ctx.failed:
+        return router.pick(ctx, barred, needs)
     return router.pick(ctx, [*barred, *ctx.failed], needs) or router.pick(ctx, barred, needs)
+
+
+def _passed_on(call: Call) -> Callable[[], Headers]:
+    """Return what finds an answer's headers for the client: later, when the connection may have the next answer's."""
+    return partial(downstream_headers, call.connection.headers.items())
 
 
 def _worker(peer: Peer) -> Worker:

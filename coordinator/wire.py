@@ -19,6 +19,8 @@ from urllib.parse import urlsplit
 import httptools
 from multidict import CIMultiDict
 
+from coordinator.headers import decoded
+
 if TYPE_CHECKING:
     import ssl
     from collections.abc import Callable, Sequence
@@ -27,8 +29,6 @@ if TYPE_CHECKING:
 
 # Of the reads in a row that brought nothing of a body: a head, interim ones before it, a chunk's extension, a trailer.
 _BARREN_CAP = 256 * 1024
-
-_BLANKS = b" \t"
 
 # A reader that lags behind this far stops the socket from being read.
 _HIGH_WATER = 256 * 1024
@@ -53,23 +53,46 @@ class Connection(asyncio.Protocol):
 
     Attributes:
         status, headers: of the answer, once ``head`` has returned.
+        complete: all of the answer has come; what of it was not taken yet is for ``take``.
         reused: the connection has served an exchange before.
         answered: a byte of the answer has come.
     """
 
+    __slots__ = (
+        "_barren_bytes",
+        "_error",
+        "_fields",
+        "_head_done",
+        "_inflate",
+        "_keeps",
+        "_parser",
+        "_parts",
+        "_paused",
+        "_push",
+        "_transport",
+        "_waiter",
+        "answered",
+        "complete",
+        "headers",
+        "idle_since",
+        "loop",
+        "reused",
+        "status",
+    )
+
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.status = 0
         self.headers: CIMultiDict[str] = CIMultiDict()
-        self.reused = False
-        self.answered = False
+        self.reused = self.answered = False
+        self.complete = True  # nothing has been asked
         self.idle_since = 0.0
-        self._loop = loop
+        self.loop = loop
         self._transport: asyncio.Transport = None  # type: ignore[assignment]  # set before anybody sees the object
         self._parser = httptools.HttpResponseParser(self)
         self._parts: list[bytes] = []
         self._barren_bytes = 0
+        self._fields: list[tuple[bytes, bytes]] = []
         self._head_done = self._keeps = self._paused = False
-        self._complete = True  # nothing has been asked
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._push: Callable[[bytes], bool] | None = None
@@ -79,11 +102,11 @@ class Connection(asyncio.Protocol):
 
     def send(self, head: bytes, *body: Buffer) -> None:
         """Write one request; the answer to the one before must have been read."""
-        self.status, self.headers, self._barren_bytes = 0, CIMultiDict(), 0
-        self._head_done = self._complete = self.answered = False
+        self.status, self._fields, self._barren_bytes = 0, [], 0
+        self._head_done = self.complete = self.answered = False
         self._inflate = None
-        if sum(map(len, body)) <= _JOIN_UP_TO:
-            self._transport.write(b"".join((head, *body)))
+        if len(body) == 1 and len(body[0]) <= _JOIN_UP_TO:
+            self._transport.write(head + body[0])
         else:
             self._transport.writelines((head, *body))
 
@@ -103,10 +126,18 @@ class Connection(asyncio.Protocol):
             Broken, TimeoutError
         """
         while not self._parts:
-            if self._complete:
+            if self.complete:
                 return b""
             await self._wait(ends_at)
-        return self._take()
+        return self.take()
+
+    def take(self) -> bytes:
+        """Return what has come of the body and was not given to anybody."""
+        parts, self._parts, self._barren_bytes = self._parts, [], 0
+        if self._paused:
+            self._paused = False
+            self._transport.resume_reading()
+        return parts[0] if len(parts) == 1 else b"".join(parts)
 
     async def push(self, take: Callable[[bytes], bool]) -> bool:
         """Give the body to ``take`` as it comes; True at its end.
@@ -116,11 +147,11 @@ class Connection(asyncio.Protocol):
         Raises:
             Broken, and whatever ``take`` raises.
         """
-        if self._parts and not take(self._take()):
+        if self._parts and not take(self.take()):
             return False
         self._push = take
         try:
-            while not self._complete and self._push is not None:
+            while not self.complete and self._push is not None:
                 await self._wait()
             return self._push is not None
         finally:
@@ -134,7 +165,7 @@ class Connection(asyncio.Protocol):
     def reusable(self) -> bool:
         """Whether the answer was read to its end, the request was written to its own, and the worker keeps it."""
         unsent = self._transport.get_write_buffer_size()
-        return self._complete and self._keeps and not self._parts and not unsent and self.alive
+        return self.complete and self._keeps and not self._parts and not unsent and self.alive
 
     def close(self) -> None:
         self._transport.abort()
@@ -145,7 +176,7 @@ class Connection(asyncio.Protocol):
         self._transport = transport  # type: ignore[assignment]  # a stream's; uvloop's is no subclass
 
     def data_received(self, data: bytes) -> None:
-        if self._complete:
+        if self.complete:
             self._fail(Broken("the worker sent what nobody asked for"))
             return
         self.answered = True
@@ -166,63 +197,56 @@ class Connection(asyncio.Protocol):
         self.connection_lost(None)
 
     def connection_lost(self, error: Exception | None) -> None:
-        if error is None and self._head_done and not self._complete and self._ends_with_connection():
-            self._complete = True
+        if error is None and self._head_done and not self.complete and self._ends_with_connection():
+            self.complete = True
         self._fail(Broken("the connection ended"))
 
     def on_message_begin(self) -> None:
-        if self._complete:  # a second answer behind the first: the next exchange must not take it for its own
+        if self.complete:  # a second answer behind the first: the next exchange must not take it for its own
             raise Broken("the worker sent what nobody asked for")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._head_done:  # a trailer is no header (RFC 9110, section 6.5.1)
-            self.headers.add(name.decode("latin-1"), value.rstrip(_BLANKS).decode("utf-8", "surrogateescape"))
+        self._fields.append((name, value))  # behind the head these are trailers, which nobody reads (RFC 9110, 6.5.1)
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
         if status < 100:
             raise Broken("the answer's status is none")
         if status < 200:  # 100 Continue, 103 Early Hints: the answer is still to come
-            self.headers.clear()
+            self._fields.clear()
             return
-        self.status, self._head_done = status, True
+        self.status, self._head_done, self.headers = status, True, CIMultiDict(decoded(self._fields))
         if self.headers.get("Content-Encoding", "").lower() in ("gzip", "deflate"):
             self._inflate = zlib.decompressobj(wbits=zlib.MAX_WBITS | 32)
 
     def on_body(self, data: bytes) -> None:
-        if self._inflate is not None:
-            data = self._inflate.decompress(data)
-        if data:
+        if self._inflate is None:
             self._parts.append(data)
+        elif inflated := self._inflate.decompress(data):
+            self._parts.append(inflated)
 
     def on_message_complete(self) -> None:
-        self._complete = self._head_done
+        self.complete = self._head_done
         if self._inflate is not None and (rest := self._inflate.flush()):
             self._parts.append(rest)
         self._keeps = self._parser.should_keep_alive()  # only here: the parser forgets it with the message
 
     # How bytes get from there to here.
 
-    def _take(self) -> bytes:
-        parts, self._parts, self._barren_bytes = self._parts, [], 0
-        if self._paused:
-            self._paused = False
-            self._transport.resume_reading()
-        return parts[0] if len(parts) == 1 else b"".join(parts)
-
     def _deliver(self) -> None:
         if self._push is None:
             self._hold()
             return
+        parts, self._parts, self._barren_bytes = self._parts, [], 0
         try:
-            if not self._push(self._take()):
+            if not self._push(parts[0] if len(parts) == 1 else b"".join(parts)):
                 self._push = None
                 self._pause()
                 self._wake()
-            elif self._complete:
+            elif self.complete:
                 self._wake()
         except Exception as error:
-            self._complete = False  # else ``push`` would take the end of the answer for the end of its reading
+            self.complete = False  # else ``push`` would take the end of the answer for the end of its reading
             self._fail(error)
 
     def _hold(self) -> None:
@@ -254,9 +278,9 @@ class Connection(asyncio.Protocol):
         if self._paused:
             self._paused = False
             self._transport.resume_reading()
-        self._waiter = waiter = self._loop.create_future()
+        self._waiter = waiter = self.loop.create_future()
         # A timer of its own: asyncio.timeout_at costs three times as much, and that for every leg.
-        timer = None if ends_at is None else self._loop.call_at(ends_at, _expire, waiter)
+        timer = None if ends_at is None else self.loop.call_at(ends_at, _expire, waiter)
         try:
             await waiter
         finally:
@@ -266,7 +290,7 @@ class Connection(asyncio.Protocol):
 
 
 class Pool:
-    """Connections to the workers of one role, kept for the next leg.
+    """Connections to the workers of one role, kept for the next leg: the last one kept is the first to be used again.
 
     Args:
         idle: most idle connections kept to one worker.
@@ -282,50 +306,59 @@ class Pool:
         self._sweep_s = min(idle_s or _SWEEP_S, _SWEEP_S)
         self._sweeping: asyncio.TimerHandle | None = None
 
+    def kept(self, origin: str, now: float) -> Connection | None:
+        """Return a connection that was kept, if there is one.
+
+        Args:
+            origin: base URL.
+            now: time of the loop.
+        """
+        idle = self._idle.get(origin)
+        while idle:
+            connection = idle.pop()
+            if self._usable(connection, now):
+                connection.reused = True
+                return connection
+            connection.close()
+        return None
+
     async def acquire(
         self, origin: str, connect_s: float | None, *, fresh: bool = False, ends_at: float | None = None
     ) -> Connection:
         """Return a connection to a worker, kept or new.
 
         Args:
-            origin: base URL.
             fresh: take none that was kept.
             ends_at: time of the loop by which there must be one.
 
         Raises:
             ConnectFailed, TimeoutError
         """
-        kept = self._idle.get(origin)
-        if kept and not fresh:
-            now = asyncio.get_running_loop().time()
-            while kept:
-                connection = kept.pop()
-                if self._usable(connection, now):
-                    connection.reused = True
-                    return connection
-                connection.close()
+        if not fresh and (connection := self.kept(origin, asyncio.get_running_loop().time())) is not None:
+            return connection
         async with asyncio.timeout_at(ends_at):
             return await self._connect(origin, connect_s)
 
     def release(self, origin: str, connection: Connection) -> None:
         """Take a connection back: keep it when its exchange is over and it can serve another, else close it."""
-        loop = asyncio.get_running_loop()
-        now = loop.time()
-        kept = self._idle.setdefault(origin, deque())
+        if (idle := self._idle.get(origin)) is None:
+            idle = self._idle[origin] = deque()
         if self._sweeping is None:
-            self._sweeping = loop.call_later(self._sweep_s, self._sweep, loop)
-        self._drop(kept, now)
-        if connection.reusable and len(kept) < self._idle_cap:
+            self._sweeping = connection.loop.call_later(self._sweep_s, self._sweep, connection.loop)
+        now = connection.loop.time()
+        if idle and not self._usable(idle[0], now):
+            self._drop(idle, now)
+        if connection.reusable and len(idle) < self._idle_cap:
             connection.idle_since = now
-            kept.append(connection)
+            idle.append(connection)
         else:
             connection.close()
 
     def close(self) -> None:
         if self._sweeping is not None:
             self._sweeping.cancel()
-        for kept in self._idle.values():
-            for connection in kept:
+        for idle in self._idle.values():
+            for connection in idle:
                 connection.close()
         self._idle.clear()
 
@@ -335,16 +368,16 @@ class Pool:
     def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:
         """Close what has been kept for too long, whether anybody asks these workers again or not."""
         now = loop.time()
-        for origin, kept in list(self._idle.items()):
-            self._drop(kept, now)
-            if not kept:
+        for origin, idle in list(self._idle.items()):
+            self._drop(idle, now)
+            if not idle:
                 del self._idle[origin]
         self._sweeping = loop.call_later(self._sweep_s, self._sweep, loop) if self._idle else None
 
-    def _drop(self, kept: deque[Connection], now: float) -> None:
-        """Close those whose time is over: the last one kept is taken first, so nobody may ever come to them."""
-        while kept and not self._usable(kept[0], now):
-            kept.popleft().close()
+    def _drop(self, idle: deque[Connection], now: float) -> None:
+        """Close those whose time is over: nobody may ever come to them."""
+        while idle and not self._usable(idle[0], now):
+            idle.popleft().close()
 
     async def _connect(self, origin: str, connect_s: float | None) -> Connection:
         loop, url = asyncio.get_running_loop(), urlsplit(origin)

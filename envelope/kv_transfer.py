@@ -133,7 +133,7 @@ def without_transfer_params(body: Json) -> Json:
 
 
 def _holds_transfer(value: Any) -> bool:
-    return isinstance(value, dict) and any(name in value for name in TRANSFER_FIELDS)
+    return isinstance(value, dict) and not value.keys().isdisjoint(TRANSFER_FIELDS)
 
 
 def _without(value: Any) -> Any:
@@ -145,5 +145,5 @@ def _without(value: Any) -> Any:
 def _present(value: Any) -> bool:
     """Say whether a descriptor field holds something; block ids are lists of lists, one per KV cache group."""
     if isinstance(value, list):
-        return bool(value) and all(item != [] for item in value)
+        return bool(value) and [] not in value
     return value is not None and value != ""

@@ -88,9 +88,11 @@ class PassThrough:
         for mark in self._end_marks:
             if mark in block:
                 return True
-        if b'"error"' in block or _is_set(block, _USAGE_KEY):
-            return True
-        return self._strip and _is_set(block, _TRANSFER_KEY)
+        return (
+            b'"error"' in block
+            or (_USAGE_KEY in block and _is_set(block, _USAGE_KEY))
+            or (self._strip and _TRANSFER_KEY in block and _is_set(block, _TRANSFER_KEY))
+        )
 
     def _watch(self, event: bytes) -> bytes:
         """Look at one event; return what of it is sent on."""
@@ -152,8 +154,7 @@ def error_message(error: Any) -> str:
 
 def _is_set(block: bytes, key: bytes) -> bool:
     """Say whether a key stands somewhere with a value other than null."""
-    found = block.count(key)
-    return found > 0 and found != block.count(key + b"null")
+    return block.count(key) != block.count(key + b"null")
 
 
 def _usage_of(part: Json) -> Json | None:

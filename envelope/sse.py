@@ -49,9 +49,12 @@ class Events:
         Raises:
             EventTooLarge: an event is larger than the cap.
         """
-        size = len(data)
-        end = size if data[-2:] == b"\n\n" else _last_end(self._last + data) - len(self._last)
-        if end == size and not self._parts and size <= self._max:
+        if data.endswith(b"\n\n"):
+            if not self._parts and len(data) <= self._max:
+                return data
+            return self._join(data, len(data))
+        end = _last_end(self._last + data) - len(self._last)
+        if end == len(data) and not self._parts and end <= self._max:
             return data
         return self._join(data, end)
 

@@ -140,7 +140,7 @@ TABLE = (
     ),
     Row(
         ("coordinator.metrics", "coordinator.tallies", "coordinator.processes.totals"),
-        "coordinator.metrics, tallies and totals import prometheus_client, envelope and the core; no other of the core does",
+        "metrics, tallies and totals import prometheus_client, envelope and the core; no other of the core does",
         may=("prometheus_client", "coordinator.tallies", *ENVELOPE, *CORE),
     ),
     Row(

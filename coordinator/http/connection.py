@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import httptools
 from multidict import CIMultiDict
 
+from coordinator.headers import decoded
 from coordinator.http.request import Request
 from coordinator.http.response import Response
 from envelope.errors import ApiError, BadRequest, HeadersTooLarge, NotSupported
@@ -36,8 +37,6 @@ _SILENT_S = 1.0
 # A head may be as large as so many of the largest fields, and have so many of any size.
 _LARGEST_FIELDS = 4
 _FIELDS = 128
-
-_BLANKS = b" \t"
 
 _FRAMING = ("Content-Length", "Transfer-Encoding")
 _NO_HTTP = "this is no valid HTTP/1.1 request: "
@@ -76,8 +75,8 @@ class Connection(asyncio.Protocol):
         "_drained",
         "_ends_at",
         "_fault",
+        "_fields",
         "_head_bytes",
-        "_headers",
         "_loop",
         "_parser",
         "_paused",
@@ -103,7 +102,8 @@ class Connection(asyncio.Protocol):
         self._reading: Request | None = None  # whose body is coming
         self._waiting: deque[Request | ApiError] = deque()
         self.task: asyncio.Task[None] | None = None
-        self._target, self._headers, self._head_bytes = b"", CIMultiDict[str](), 0
+        self._target, self._head_bytes = b"", 0
+        self._fields: list[tuple[bytes, bytes]] = []
         self._standing_bytes = 0  # in reads that brought no head to its end, and nothing of a body
         self._fault: ApiError | None = None  # nothing more is parsed
         self._paused = self._declining = False
@@ -238,33 +238,23 @@ class Connection(asyncio.Protocol):
     # What the parser calls.
 
     def on_message_begin(self) -> None:
-        if self._declining:
-            return
-        self._target, self._headers, self._head_bytes = b"", CIMultiDict(), 1
+        self._target, self._fields, self._head_bytes = b"", [], 1
         if self.task is None:
             self._wait_for_head()
 
     def on_url(self, part: bytes) -> None:
-        if self._declining:
-            return
         self._target += part
-        self._check_field(len(self._target))
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._declining or self._reading is not None:  # a trailer is no header (RFC 9110, section 6.5.1)
-            return
-        self._check_field(len(name) + len(value))
         self._head_bytes += len(name) + len(value)
-        self._check_head_size(self._head_bytes)
-        if len(self._headers) == _FIELDS:
-            raise HeadersTooLarge(f"the request has more than {_FIELDS} headers")
-        self._headers.add(name.decode("latin-1"), value.rstrip(_BLANKS).decode("utf-8", "surrogateescape"))
+        self._fields.append((name, value))  # behind the head these are trailers, which nobody reads (RFC 9110, 6.5.1)
 
     def on_headers_complete(self) -> None:
-        if self._declining:
-            return
+        self._check_head()
         self._head_bytes = self._standing_bytes = 0
         self._ends_at = inf
+        if self._declining:
+            return
         parser = self._parser
         if (version := parser.get_http_version()) not in ("1.1", "1.0"):
             raise BadRequest(f"{_NO_HTTP}its version is {version}")
@@ -272,7 +262,7 @@ class Connection(asyncio.Protocol):
             self,
             parser.get_method().decode(),
             self._target.decode("utf-8", "surrogateescape"),
-            self._headers,
+            CIMultiDict(decoded(self._fields)),
             http_1_1=version == "1.1",
             keep_alive=parser.should_keep_alive(),
         )
@@ -353,7 +343,7 @@ class Connection(asyncio.Protocol):
 
     async def _refuse(self, fault: ApiError) -> None:
         """Answer what is no request that we could read, and hang up."""
-        request = Request(self, "", "", self._headers, keep_alive=False)
+        request = Request(self, "", "", CIMultiDict(decoded(self._fields)), keep_alive=False)
         request.response = Response(request, self)
         try:
             self._server.refuse(request, fault)
@@ -400,9 +390,15 @@ class Connection(asyncio.Protocol):
         if stall_s is not None:
             self._unsent, self._stalls_at = self.unsent, self._loop.time() + stall_s
 
-    def _check_field(self, size: int) -> None:
-        if size > self._server.max_field_bytes:
+    def _check_head(self) -> None:
+        most = self._server.max_field_bytes
+        if len(self._fields) > _FIELDS:
+            raise HeadersTooLarge(f"the request has more than {_FIELDS} headers")
+        if self._head_bytes <= most and len(self._target) <= most:
+            return
+        if max(len(self._target), *(len(name) + len(value) for name, value in self._fields)) > most:
             raise HeadersTooLarge("the request line or a header is longer than server.max_header_size allows")
+        self._check_head_size(self._head_bytes)
 
     def _check_head_size(self, size: int) -> None:
         """What no field's limit bounds: fields that are many, or do not come to their end; of a trailer too."""

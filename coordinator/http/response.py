@@ -97,11 +97,12 @@ class Response:
         """
         if self._bodiless or not data:
             return True
+        connection = self._connection
         if self._chunked:
             data = b"%x\r\n%b\r\n" % (len(data), data)
-        self._connection.write(data)
+        connection.write(data)
         self.written += len(data)
-        return not self._connection.behind
+        return not connection.behind
 
     def end(self) -> None:
         """Say that there is no more.

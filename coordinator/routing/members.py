@@ -24,6 +24,7 @@ class Members:
     Attributes:
         load: what they do together.
         workers: those that may be picked, in the order in which they were named.
+        by_origin: the same, each by its base URL with the port, however that was written.
         generation: another number after each change.
     """
 
@@ -33,8 +34,7 @@ class Members:
         self._leaving: dict[str, Worker] = {}
         self.workers: tuple[Worker, ...] = ()
         self.generation = 0
-        self._by_origin: dict[str, Worker] = {}
-        self._mapped: tuple[Worker, ...] = ()
+        self.by_origin: Mapping[str, Worker] = {}
         self.replace(urls)
 
     @property
@@ -42,21 +42,13 @@ class Members:
         """Those that have left with legs still open."""
         return tuple(worker for worker in self._leaving.values() if worker.in_flight)
 
-    def by_origin(self) -> Mapping[str, Worker]:
-        """Return the workers, each by its base URL with the port, however that was written."""
-        if self._mapped is not self.workers:
-            self._by_origin = {origin(worker.url): worker for worker in self.workers}
-            self._mapped = self.workers
-        return self._by_origin
-
     def replace(self, urls: Iterable[str]) -> None:
         """Let these be the workers; who is among them already stays as it is."""
         before = {worker.url: worker for worker in (*self.leaving, *self.workers)}
         now = {url: before.get(url) or Worker(url, self._headers, self.load) for url in urls}
         self._leaving = {url: worker for url, worker in before.items() if url not in now}
         if (workers := tuple(now.values())) != self.workers:
-            self.workers = workers
-            self.generation += 1
+            self._be(workers)
 
     def take_over(self, before: Members) -> bool:
         """Keep the workers that were members before: a new plan takes an old one's place. False: they are others.
@@ -67,13 +59,17 @@ class Members:
         if list(before._headers) != list(self._headers):
             return False
         asked = {worker.url: worker.lacks for worker in self.workers}
-        self._leaving, self.workers = {worker.url: worker for worker in before.leaving}, before.workers
+        self._leaving = {worker.url: worker for worker in before.leaving}
+        self._be(before.workers)
         self.load.tokens = 0
         for worker in (*before.leaving, *before.workers):
             # From here on these are renewed, and told of the load, and no more the old plan's.
             worker.headers, worker.pool = self._headers, self.load
             self.load.tokens += worker.tokens
             worker.lacks = asked.get(worker.url, worker.lacks)  # what the new plan needs of it
-        self.generation += 1
         self.replace(asked)
         return True
+
+    def _be(self, workers: tuple[Worker, ...]) -> None:
+        self.workers, self.by_origin = workers, {origin(worker.url): worker for worker in workers}
+        self.generation += 1

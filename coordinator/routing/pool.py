@@ -127,7 +127,7 @@ class PoolRouter:
         return self.members.workers
 
     def at(self, ctx: RequestContext) -> Mapping[str, Worker]:
-        return self.members.by_origin()
+        return self.members.by_origin
 
     def places(self, limit: int) -> int:
         """Return how many legs the workers together may have, if each may have so many.

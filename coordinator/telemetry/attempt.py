@@ -45,9 +45,13 @@ class Watcher:
 
 
 class Watched:
-    """One call under way."""
+    """One call under way.
 
-    __slots__ = ("_clock", "_closed", "_ctx", "_metrics", "_settled", "_trace", "attempt")
+    Attributes:
+        open: it is not known yet how the call went.
+    """
+
+    __slots__ = ("_clock", "_closed", "_ctx", "_metrics", "_trace", "attempt", "open")
 
     def __init__(
         self, attempt: Attempt, trace: LegTrace, metrics: Metrics, clock: Callable[[], float], ctx: RequestContext
@@ -57,7 +61,8 @@ class Watched:
         self._metrics = metrics
         self._clock = clock
         self._ctx = ctx
-        self._settled = self._closed = False
+        self.open = True
+        self._closed = False
         metrics.leg_opened(attempt)
 
     @property
@@ -74,9 +79,9 @@ class Watched:
 
     def settle(self, outcome: str) -> None:
         """Note how the call went; the first word stands."""
-        if self._settled:
+        if not self.open:
             return
-        self._settled = True
+        self.open = False
         attempt = self.attempt
         attempt.outcome, attempt.seconds = outcome, self._clock() - attempt.begun
         self._metrics.attempt(attempt)
@@ -96,7 +101,7 @@ class Watched:
         """Note that the worker has nothing more to do for us; call it once."""
         self._metrics.leg_closed(self.attempt)
         self._closed = True
-        if self._settled:
+        if not self.open:
             self._trace.end(self.attempt)
 
 

@@ -39,7 +39,7 @@ class Server:
         answer = self.answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
-        return Reply(200, (), b"", answer)
+        return Reply(200, b"", answer)
 
 
 def context() -> RequestContext:

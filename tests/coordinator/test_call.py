@@ -32,7 +32,7 @@ class FakeConnection:
         self.reused = attributes.get("reused", False)
         self.answered = attributes.get("answered", False)
         self.sent: list[tuple[bytes, bytes]] = []
-        self.closed = False
+        self.closed = self.complete = False
 
     def send(self, head: bytes, *body: bytes) -> None:
         self.sent.append((head, b"".join(body)))
@@ -63,6 +63,9 @@ class FakePool:
         self._connections = list(connections)
         self.asked: list[tuple[str, float | None, bool]] = []
         self.released: list[tuple[str, FakeConnection]] = []
+
+    def kept(self, origin: str, now: float) -> None:
+        return None
 
     async def acquire(
         self, origin: str, connect_s: float | None, *, fresh: bool = False, ends_at: float | None = None

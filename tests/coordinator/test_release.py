@@ -39,7 +39,7 @@ class Workers:
         elif self.asked.count(name) == 1:
             await self.one_is_taken.wait()
             raise LegFailed("release", "the connection to the worker broke before its answer was whole")
-        return Reply(200, (), b"{}", {})
+        return Reply(200, b"{}", {})
 
 
 def fetching(ctx: RequestContext, handover: Mapping[str, Any]) -> Leg:

@@ -78,7 +78,7 @@ class FakeUpstream:
             raise answer
         if isinstance(answer, (Reply, FakeStream)):
             return answer
-        return Reply(200, (("x-worker", "1"),), dumps(answer), answer)
+        return Reply(200, dumps(answer), answer, lambda: (("x-worker", "1"),))
 
 
 class Counted:

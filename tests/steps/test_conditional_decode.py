@@ -14,7 +14,7 @@ from envelope.json_codec import dumps
 from steps.conditional_decode import ConditionalDecode, Params
 
 HI = [{"role": "user", "content": "hi"}]
-MISS = Reply(412, (), b"", None)
+MISS = Reply(412, b"", None)
 ANSWER = {"choices": [{"index": 0, "message": {"content": "hello"}}]}
 
 BODIES: dict[str, dict[str, Any]] = {

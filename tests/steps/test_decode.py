@@ -118,7 +118,7 @@ async def test_a_stream_is_passed_on_while_it_comes(
 async def test_one_body_in_the_place_of_a_stream_is_no_answer(decode: Any, context: Any, upstream: Any) -> None:
     ctx = context("chat", {**CHAT, "stream": True})
     with pytest.raises(LegFailed, match="asked for a stream and answered with one JSON body"):
-        await decode().run(ctx, upstream(Reply(200, (), b"{}", {})))
+        await decode().run(ctx, upstream(Reply(200, b"{}", {})))
     assert ctx.answer is None
 
 

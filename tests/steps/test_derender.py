@@ -198,7 +198,7 @@ async def test_a_service_that_answers_something_else_is_a_failed_leg(
     ctx = context("chat", {**BODIES["chat"], "stream": True}, rendered=RENDERED)
     ctx.generated = Answer(Live(event(tokens(5)), DONE), Format.GENERATE, wrap=True)
     with pytest.raises(LegFailed) as caught:
-        await derender.run(ctx, upstream(Reply(200, (), dumps(answer), answer)))
+        await derender.run(ctx, upstream(Reply(200, dumps(answer), answer)))
     assert caught.value.leg == "derender"
 
 
@@ -297,7 +297,7 @@ class Speller:
             choices = leg.body["generate_response"]["choices"]
             said = [{**one, "message": {"role": "assistant", "content": "said"}} for one in choices]
             answer = {"choices": said}
-        return Reply(200, (), dumps(answer), answer)
+        return Reply(200, dumps(answer), answer)
 
 
 def sampled(**sampling: Any) -> dict[str, Any]:

@@ -104,7 +104,7 @@ class Encoders:
         if isinstance(said, Exception):
             raise said
         body = {"choices": [{"finish_reason": "length"}], "ec_transfer_params": {item: entry(item)}}
-        return Reply(200, (), b"", body if said is None else said)
+        return Reply(200, b"", body if said is None else said)
 
     @property
     def items(self) -> list[str]:

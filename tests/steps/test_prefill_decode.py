@@ -72,7 +72,7 @@ class Workers:
 
     async def post_json(self, ctx: RequestContext, leg: Leg, *, accept: tuple[int, ...] = ()) -> Any:
         answer = await self._answered(leg)
-        return answer if not isinstance(answer, dict) else Reply(200, (), dumps(answer), answer)
+        return answer if not isinstance(answer, dict) else Reply(200, dumps(answer), answer)
 
     async def stream(self, ctx: RequestContext, leg: Leg, *, accept: tuple[int, ...] = ()) -> Any:
         return await self._answered(leg)
@@ -369,7 +369,7 @@ async def test_what_prefill_leaves_later_is_released_when_it_comes(
     assert ctx.unfetched() == []
     late = workers.leg("prefill").late
     assert late is not None
-    late(Reply(200, (), b"", PREFILLED))
+    late(Reply(200, b"", PREFILLED))
     assert told == ([] if fetched else [[workers.leg("decode").body["kv_transfer_params"]]])
 
 
@@ -381,7 +381,7 @@ async def test_a_prefill_that_failed_holds_nothing(pair: Any, run: Any, workers:
         await under_way.result()
     late = workers.leg("prefill").late
     assert late is not None
-    late(Reply(200, (), b"", {"choices": [{"finish_reason": "abort"}]}))
+    late(Reply(200, b"", {"choices": [{"finish_reason": "abort"}]}))
     assert under_way.ctx.unfetched() == []
 
 
