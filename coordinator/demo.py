@@ -29,10 +29,12 @@ async def demo(port: int, ask: str | None, stream: bool, image: str | None = Non
     Raises:
         ConfigError: the demo extra is not installed, the port is taken, or the picture cannot be read.
     """
+    from coordinator.sim import SimFleet, tokenizer
+
     try:
-        from coordinator.sim import SimFleet
-    except ImportError as error:
-        raise ConfigError([f"demo: {error}. Install the simulator: pip install 'pd-coordinator[demo]'"]) from None
+        tokenizer.load()
+    except RuntimeError as error:
+        raise ConfigError([f"demo: {error}"]) from None
     question = _question(ask, image, stream)
     async with SimFleet(encodes=1, prefills=2, decodes=2, itl_s=_TOKEN_RATE_S) as fleet:
         workers = {"encode": fleet.encodes, "prefill": fleet.prefills, "decode": fleet.decodes}

@@ -18,6 +18,7 @@ from coordinator import demo
 from coordinator.cli import NoEvents
 from coordinator.config import Config, ConfigError
 from coordinator.registry import build
+from coordinator.sim import tokenizer
 from envelope.formats import Format
 
 if TYPE_CHECKING:
@@ -118,7 +119,11 @@ async def test_a_port_that_is_taken_is_a_sentence() -> None:
     assert problem.endswith("; choose another, or 0")
 
 
-async def test_without_the_demo_s_packages_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "coordinator.sim", None)
-    with pytest.raises(ConfigError, match="Install the simulator: pip install 'pd-coordinator\\[demo\\]'"):
-        await demo.demo(0, None, False)
+@pytest.mark.parametrize("package", ["tokenizers", "jinja2.sandbox"])
+async def test_without_the_demo_s_packages_it_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, package: str
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    tokenizer.load.cache_clear()
+    with pytest.raises(ConfigError, match=r"^demo: .* need .*: pip install 'pd-coordinator\[demo\]'"):
+        await demo.demo(0, HELLO, False)
