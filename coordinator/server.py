@@ -331,7 +331,7 @@ def _told(error: Exception, client_id: str) -> ApiError:
     if isinstance(error, ApiError):
         return error
     log.error("request %s failed by a fault of the coordinator", client_id, exc_info=error)
-    return InternalError("the coordinator failed; its log has the details")
+    return InternalError()
 
 
 _DRAINING = {"Retry-After": "1", "Connection": "close"}

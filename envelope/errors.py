@@ -202,7 +202,10 @@ class Unavailable(ApiError):
 
 
 class InternalError(ApiError):
-    pass
+    """A fault of ours; what it was is for the log alone."""
+
+    def __init__(self, message: str = "the coordinator failed; its log has the details") -> None:
+        super().__init__(message)
 
 
 class ClientGone(ApiError):

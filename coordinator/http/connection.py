@@ -282,7 +282,7 @@ class Connection(asyncio.Protocol):
             self._reading.body.feed(data)
 
     def on_message_complete(self) -> None:
-        self._standing_bytes = 0
+        self._head_bytes = self._standing_bytes = 0
         if self._reading is not None and not self._parser.should_upgrade():
             self._reading.body.end()
             self._reading = None

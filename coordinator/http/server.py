@@ -133,7 +133,7 @@ class Server:
             error = told
         except Exception:
             log.exception("%s failed by a fault of the coordinator", request.path)
-            error = InternalError("the coordinator failed; its log has the details")
+            error = InternalError()
         if request.response.status:
             request.response.hang_up()
         else:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import anthropic
 
+from tests.bounds import HANG_S
 from tests.e2e.conversations import CONVERSATIONS
 from tests.e2e.servers import MODEL_NAME
 from tests.e2e.wire import post
@@ -62,7 +63,7 @@ def responses(front: Coordinator, worker: Process, stream: bool) -> Told:
 def messages(front: Coordinator, worker: Process, stream: bool) -> Told:
     asked = {"model": MODEL_NAME, "max_tokens": 600, "messages": TALK.request["messages"]}
     asked |= {"extra_body": _QUIET | {"temperature": 0, "cache_salt": uuid.uuid4().hex}}
-    with anthropic.Anthropic(base_url=front.url, api_key="none", max_retries=0, timeout=60) as sdk:
+    with anthropic.Anthropic(base_url=front.url, api_key="none", max_retries=0, timeout=HANG_S) as sdk:
         if stream:
             with sdk.messages.stream(**asked) as events:
                 answer = events.get_final_message()

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import anthropic
 import pytest
 
+from tests.bounds import HANG_S
 from tests.e2e.conftest import BOOT_S, ROOT, VLLM_VERSION
 from tests.e2e.conversations import CONVERSATIONS, conversation
 from tests.e2e.servers import MODEL, MODEL_NAME, ON_CPU
@@ -218,7 +219,7 @@ def test_a_messages_stream_has_the_blocks_of_the_worker_s_own(front: Coordinator
     said = []
     for url in (front.url, workers.decode.url):
         with (
-            anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=60) as sdk,
+            anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=HANG_S) as sdk,
             sdk.messages.stream(
                 model=MODEL_NAME, max_tokens=200, messages=WEATHER.request["messages"], tools=[tool],
                 extra_body={"temperature": 0, "chat_template_kwargs": {"enable_thinking": True}},
@@ -278,9 +279,8 @@ def matrix(vllm_python: Path) -> dict[str, Any]:
     """Both sides of every family, option and chunking, from one process that has vLLM."""
     script = Path(__file__).with_name("parser_matrix.py")
     env = os.environ | ON_CPU | {"PYTHONPATH": str(ROOT), "VLLM_LOGGING_LEVEL": "CRITICAL"}
-    done = subprocess.run(
-        [str(vllm_python), str(script), str(MODEL)], env=env, capture_output=True, text=True, timeout=600, check=False
-    )
+    command = [str(vllm_python), str(script), str(MODEL)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=BOOT_S, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return found
@@ -359,7 +359,11 @@ def test_a_parser_that_there_is_not_is_named_at_the_start(tmp_path: Path, vllm_p
     file.write_text(json.dumps({"server": {"listen_addr": "127.0.0.1:0"}, "pools": pools, "pipeline": pipeline}))
     done = subprocess.run(
         [str(vllm_python), "-m", "coordinator", "serve", "--config", str(file)],
-        env=os.environ | ON_CPU | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+        env=os.environ | ON_CPU | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=BOOT_S,
+        check=False,
+    )
     assert done.returncode == 2
     assert f"{file}: pipeline.steps[1].params.tool_parser: vLLM has no 'hermez', did you mean hermes?" in done.stderr

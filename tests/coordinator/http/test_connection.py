@@ -331,6 +331,13 @@ async def test_a_head_has_its_time_and_so_has_an_idle_connection() -> None:
     assert aborted_at(11.0)
 
 
+async def test_a_trailer_begins_no_head() -> None:
+    peer = Peer(patience=Patience(head_s=10.0, idle_s=20.0))
+    await peer.send(post(b"x", chunked=True))
+    peer.connection.look(asyncio.get_running_loop().time() + 15)
+    assert (peer.answers, peer.transport.aborted) == ([200], False)
+
+
 async def test_a_request_has_all_the_time_it_takes() -> None:
     async def wait(request: Request) -> None:
         await asyncio.sleep(60)
