@@ -11,7 +11,7 @@ from coordinator.wire import Broken, ConnectFailed
 from envelope.errors import ApiError, LegError, LegFailed, LegRejected, LegTimeout, NoWorker
 from envelope.formats import PATHS, Format
 from envelope.json_codec import JSONDecodeError, loads_lenient
-from envelope.sse import Events, EventTooLarge, data_of
+from envelope.sse import MAX_EVENT_BYTES, Events, EventTooLarge, data_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 _SOON = {"Retry-After": "1"}
 
 _DONE = b"[DONE]"
+
+# Of a whole answer. Rendered video may have some hundred megabytes; an answer without an end would take all memory.
+_MOST_BYTES = 1 << 30
 
 
 class Call:
@@ -132,11 +135,14 @@ class Call:
             LegRejected, LegFailed, LegBusy: the event is an error, the end mark, or never comes.
             Broken, TimeoutError, EventTooLarge.
         """
-        events = Events()
+        events, left = Events(), MAX_EVENT_BYTES
         while True:
             chunk = await self.connection.read(ends_at)
             if not chunk:
                 raise LegFailed(self.leg.step, "the worker's stream ended before its first event")
+            if left < 0:
+                raise EventTooLarge("what comes before the first event has no end")
+            left -= len(chunk)
             self._head.append(chunk)
             for event in events.feed(chunk):
                 if (data := data_of(event)) is not None:
@@ -156,14 +162,18 @@ class Call:
         """Return the whole body.
 
         Raises:
-            LegFailed, LegTimeout: the answer broke off, or nothing came in time.
+            LegFailed, LegTimeout: the answer broke off or is too large, or nothing came in time.
         """
         if self.connection.complete and not self._head:  # it came with its head, as most do
             self._heard = True
             return self.connection.take()
-        parts = list[bytes]()
+        parts, left = list[bytes](), _MOST_BYTES
 
         def keep(data: bytes) -> bool:
+            nonlocal left
+            left -= len(data)
+            if left < 0:
+                raise EventTooLarge("the answer has no end")
             parts.append(data)
             return True
 
@@ -240,7 +250,7 @@ def wire_error(leg: Leg, error: Exception, *, reached: bool = True) -> LegError:
     if isinstance(error, TimeoutError):
         return LegTimeout(leg.step, "the worker did not answer in time")
     if isinstance(error, EventTooLarge):
-        return LegFailed(leg.step, "the worker sent an event that is too large")
+        return LegFailed(leg.step, "the worker's answer is too large, or an event of it is")
     broken = LegFailed(leg.step, "the connection to the worker broke before its answer was whole")
     return retryable(broken, reached=reached)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from multidict import CIMultiDict
 
+from coordinator import call as call_module
 from coordinator import wire
 from coordinator.call import WIRE_FAULTS, Call, earliest, wire_error
 from coordinator.routing.router import Worker
@@ -274,6 +275,15 @@ async def test_a_first_event_without_end_is_cut_off(monkeypatch: pytest.MonkeyPa
         await call.read_first_event()
 
 
+async def test_what_comes_before_the_first_event_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_module, "MAX_EVENT_BYTES", 100)
+    call = await opened(*[b": keep-alive\n\n"] * 5, EVENT)
+    await call.read_first_event()
+    call = await opened(*[b": keep-alive\n\n"] * 20, EVENT)
+    with pytest.raises(EventTooLarge):
+        await call.read_first_event()
+
+
 def raising(error: Exception) -> Any:
     def fail(*_: Any) -> Any:
         raise error
@@ -288,6 +298,13 @@ async def test_a_whole_body_is_joined() -> None:
     assert await (await opened(b"a", b"b")).read_all() == b"ab"
     assert await (await opened(b"a")).read_all() == b"a"
     assert await (await opened()).read_all() == b""
+
+
+async def test_a_whole_body_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_module, "_MOST_BYTES", 3)
+    assert await (await opened(b"ab", b"c")).read_all() == b"abc"
+    with pytest.raises(LegFailed, match="too large"):
+        await (await opened(b"ab", b"c", b"d")).read_all()
 
 
 async def test_whoever_takes_may_stop_and_go_on() -> None:
