@@ -7,7 +7,8 @@ import random
 import socket
 
 # Below those that the kernel gives to whoever does not care: none of these is taken while a server starts.
-_LEFT = random.SystemRandom().sample(range(12000, 32000), 4000)
+# Every other one: NIXL's side channel of a worker's second data-parallel rank is the next port.
+_LEFT = random.SystemRandom().sample(range(12000, 32000, 2), 4000)
 
 
 def free_ports(count: int) -> list[int]:

@@ -1,4 +1,7 @@
-"""What a prefill and a decode worker say of the prompts that went from one to the other."""
+"""What a prefill and a decode worker say of the prompts that went from one to the other.
+
+``RANKS`` are the flags of a worker with two data-parallel ranks behind one port.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,14 @@ if TYPE_CHECKING:
 
     from tests.e2e.servers import Process
 
+RANKS = {"data_parallel_size": "2", "api_server_count": "1"}
 _SOURCES = ("external_kv_transfer", "local_compute", "local_cache_hit")
+
+
+def by_rank(worker: Process, source: str) -> list[float]:
+    """Return the prompt tokens from one source that each of two ranks has counted."""
+    seen = Metrics(worker.url)
+    return [seen.total("vllm:prompt_tokens_by_source_total", source=source, engine=rank) for rank in ("0", "1")]
 
 
 class Taken:

@@ -1,21 +1,27 @@
-"""One question on each of the five routes, whole or streamed, by the SDK that users have for it."""
+"""One question on each of the five routes, whole or streamed, by the SDK that users have for it.
+
+Below: what holds of a pair of workers on each of them, and with data-parallel ranks, whatever their connector is.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from typing import TYPE_CHECKING, NamedTuple
 
 import anthropic
+import pytest
 
 from tests.bounds import HANG_S
 from tests.e2e.conversations import CONVERSATIONS
+from tests.e2e.pairs import Taken, at_rest, by_rank, until
 from tests.e2e.servers import MODEL_NAME
 from tests.e2e.wire import post
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tests.e2e.conftest import Coordinator
+    from tests.e2e.conftest import Coordinator, Pair
     from tests.e2e.servers import Process
 
 TALK = CONVERSATIONS["accents"]
@@ -96,3 +102,51 @@ ROUTES: dict[str, Callable[[Coordinator, Process, bool], Told]] = {
     "messages": messages,
     "generate": generate,
 }
+
+
+def each_route(test: Callable[..., None]) -> Callable[..., None]:
+    """Run a test with each ``route``, with ``stream`` and without."""
+    test = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])(test)
+    return pytest.mark.parametrize("route", ROUTES)(test)
+
+
+def check_whole_prompt_is_taken(front: Coordinator, pair: Pair, route: str, stream: bool) -> None:
+    """Expect an answer to a prompt of which decode has computed nothing, and neither worker to hold anything then."""
+    taken = Taken(pair.decode)
+    told = ROUTES[route](front, pair.decode, stream)
+    assert told.text.strip("\n") == TALK.expect["content"]
+    taken.check(told.prompt_tokens)
+    until(lambda: at_rest(*pair), "nothing is left")
+
+
+async def prompts_of_ranks(front: Coordinator, pair: Pair) -> tuple[list[float], list[float]]:
+    """Ask 16 times at once of workers with two ranks each; expect right answers, and each prompt to be taken.
+
+    Each client names a rank that no worker has.
+
+    Returns:
+        The part of the prompt tokens that each rank of prefill has computed, and that each of decode has taken.
+    """
+    nowhere = {"X-data-parallel-rank": "7"}
+    for worker in pair:
+        assert post(f"{worker.url}/v1/chat/completions", TALK.body(), nowhere).status == 400
+    await asyncio.to_thread(until, lambda: at_rest(*pair), "nothing is left of other tests")
+    taken, before = Taken(pair.decode), _counted(pair)
+    async with front.async_sdk() as sdk:
+        asked = [sdk.chat.completions.create(**TALK.ask(extra_headers=nowhere)) for _ in range(16)]
+        answers = await asyncio.gather(*asked)
+    for answer in answers:
+        assert answer.choices[0].message.content.strip("\n") == TALK.expect["content"]
+    tokens = sum(answer.usage.prompt_tokens for answer in answers)
+    taken.check(tokens)
+    await asyncio.to_thread(until, lambda: at_rest(*pair), "nothing is left")
+    computed, came = (
+        [(count - then) / tokens for count, then in zip(counts, old, strict=True)]
+        for counts, old in zip(_counted(pair), before, strict=True)
+    )
+    assert sum(computed) == sum(came) == 1
+    return computed, came
+
+
+def _counted(pair: Pair) -> tuple[list[float], list[float]]:
+    return by_rank(pair.prefill, "local_compute"), by_rank(pair.decode, "external_kv_transfer")

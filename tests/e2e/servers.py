@@ -149,7 +149,8 @@ def vllm(
     if role != "render":
         command += ["--enable-scale-out", "--enable-prompt-tokens-details", "--shutdown-timeout", "5"]
         command += ["--dtype", "float32", "--enforce-eager", "--max-num-seqs", "32"]
-        command += ["--block-size", str(BLOCK_TOKENS)]
+        # In the engine's process: one fewer to start, and no queue between the two.
+        command += ["--block-size", str(BLOCK_TOKENS), "--distributed-executor-backend", "uni"]
         flags.setdefault("kv_cache_memory_bytes", str(128 << 20))  # 1024 blocks
     if role in ("prefill", "decode"):
         command += ["--kv-transfer-config", json.dumps(_kv_transfer(role, connector, kv_folder))]
@@ -182,6 +183,8 @@ ON_CPU = {
 _CORES = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # of a server: an engine and its worker in one process, as asked for above
+    "CPU_VISIBLE_MEMORY_NODES": "0,0",  # one for each data-parallel rank
     # The three settings that vllm_env.py patches in, which says why.
     "PD_E2E_NO_PIN": "1",
     # With 0.002 a wake-up was lost now and then and a request hung for seconds.

@@ -9,8 +9,10 @@ import openai
 import pytest
 
 from tests.bounds import HANG_S
-from tests.e2e.conftest import Pair
+from tests.e2e.conftest import VLLM_VERSION, Pair
 from tests.e2e.conversations import CONVERSATIONS, conversation, said
+from tests.e2e.pairs import RANKS
+from tests.e2e.routes import prompts_of_ranks
 from tests.e2e.test_kv_transfer import prompt
 from tests.e2e.wire import Metrics, wait_until
 
@@ -27,13 +29,24 @@ PLAIN = CONVERSATIONS["plain"]
 
 @pytest.fixture(scope="module")
 def doomed(start_vllm: Callable[..., list[Process]]) -> Pair:
-    """The workers that the tests here lose: prefill in the first, decode in the second."""
-    return Pair(*start_vllm("prefill", "decode"))
+    """Two ranks each. The tests lose both workers, prefill first."""
+    return Pair(*start_vllm("prefill", "decode", **RANKS))
 
 
 def config(prefill: list[str], decode: list[str]) -> dict:
     pools = {"prefill": {"endpoints": prefill}, "decode": {"endpoints": decode}}
     return {"pools": pools, "pipeline": {"kv_connector": "kv-nixl", "steps": [{"type": "prefill"}, {"type": "decode"}]}}
+
+
+@pytest.mark.skipif(VLLM_VERSION == "0.32", reason="held against vLLM 0.33 alone")
+async def test_decode_of_any_rank_finds_the_rank_of_prefill_that_has_its_blocks(
+    coordinator: Callable[[dict], Coordinator], doomed: Pair
+) -> None:
+    """The hand-over names it; nobody is told which to be, and each worker spreads what comes at once."""
+    front = coordinator(config([doomed.prefill.url], [doomed.decode.url]))
+    computed, taken = await prompts_of_ranks(front, doomed)
+    assert all(computed)
+    assert all(taken)
 
 
 async def test_a_prefill_worker_that_dies_between_the_legs_costs_its_own_request_alone(

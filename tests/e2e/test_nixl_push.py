@@ -8,8 +8,8 @@ import pytest
 
 from tests.e2e.conftest import VLLM_VERSION, Pair
 from tests.e2e.lineups import LINEUPS
-from tests.e2e.pairs import Taken, at_rest, until
-from tests.e2e.routes import ROUTES, TALK
+from tests.e2e.pairs import RANKS
+from tests.e2e.routes import check_whole_prompt_is_taken, each_route, prompts_of_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,7 +25,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def pushing(start_for_module: Callable[..., list[Process]]) -> Pair:
-    return Pair(*start_for_module("prefill", "decode", connector="NixlPushConnector"))
+    return Pair(*start_for_module("prefill", "decode", connector="NixlPushConnector", **RANKS))
 
 
 @pytest.fixture(params=["openai", "text"])
@@ -34,13 +34,15 @@ def front(request: pytest.FixtureRequest, coordinator: Callable[[dict], Coordina
     return coordinator(LINEUPS[request.param].config(decode.url, prefill.url, decode.url, kv_connector="kv-nixl-push"))
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-@pytest.mark.parametrize("route", ROUTES)
+@each_route
 def test_decode_takes_the_whole_prompt_from_prefill(
     front: Coordinator, pushing: Pair, route: str, stream: bool
 ) -> None:
-    taken = Taken(pushing.decode)
-    told = ROUTES[route](front, pushing.decode, stream)
-    assert told.text.strip("\n") == TALK.expect["content"]
-    taken.check(told.prompt_tokens)
-    until(lambda: at_rest(*pushing), "nothing is left")
+    check_whole_prompt_is_taken(front, pushing, route, stream)
+
+
+async def test_any_rank_of_prefill_writes_to_any_rank_of_decode(front: Coordinator, pushing: Pair) -> None:
+    """The hand-over names prefill's; nobody is told which to be, and each worker spreads what comes at once."""
+    computed, taken = await prompts_of_ranks(front, pushing)
+    assert all(computed)
+    assert all(taken)
