@@ -31,7 +31,8 @@ class Detokenized:
             request_id=job["id"],
             prompt_token_ids=job["prompt"],
             prompt_embeds=None,
-            sampling_params=SamplingParams(**job["decoding"]),
+            # The worker minds the cap; vLLM's default of 16 would refuse a larger min_tokens.
+            sampling_params=SamplingParams(max_tokens=None, **job["decoding"]),
         )
         self._detokenizer = IncrementalDetokenizer.from_new_request(tokenizer, request)
         # To such a worker the end token is a stop token like any other, and reason enough to be named.
@@ -60,20 +61,20 @@ class Detokenized:
             finish, reason, self.stopped = "stop", stop, True
         self.ended = finish is not None
         text = self._detokenizer.get_next_output_text(self.ended, True)
-        scores = self._logprobs(choice.get("logprobs"), token_ids)
+        scores = choice.get("logprobs")
+        if scores is not None:
+            scores = self._logprobs(scores, token_ids)
         made = {**choice, "token_ids": token_ids, "finish_reason": finish, "stop_reason": reason}
         return {**made, "text": text, "logprobs": scores}
 
-    def _logprobs(self, given: Json | None, token_ids: list[int]) -> Json | None:
+    def _logprobs(self, given: Json, token_ids: list[int]) -> Json:
         from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateLogProbs
         from vllm.renderers.online_derenderer import _logprob_context_tail, _resolve_logprobs
 
-        scores = None
-        if given is not None:
-            rows = GenerateLogProbs.model_validate({**given, "content": (given.get("content") or [])[: len(token_ids)]})
-            resolved = _resolve_logprobs(rows, self._tokenizer, initial_context_token_ids=self._context)
-            scores = resolved.model_dump(mode="json")
+        rows = GenerateLogProbs.model_validate({**given, "content": (given.get("content") or [])[: len(token_ids)]})
+        resolved = _resolve_logprobs(rows, self._tokenizer, initial_context_token_ids=self._context)
         self._context = _logprob_context_tail(self._context, token_ids)
+        scores: Json = resolved.model_dump(mode="json")
         return scores
 
 

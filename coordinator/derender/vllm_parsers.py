@@ -12,6 +12,7 @@ Source: vLLM 0.33 ``renderers/online_derenderer.py`` and ``entrypoints/openai/ch
 from __future__ import annotations
 
 import difflib
+import importlib
 import os
 from typing import Any
 
@@ -19,7 +20,16 @@ from coordinator.derender.vllm_detokenizer import Detokenized, counts, with_prom
 
 Json = dict[str, Any]
 
-DONE = b"[DONE]"
+# What requests need of vLLM beside what a parser needs: loaded at the start, so that the first of a kind, and all that
+# are parsed beside it, need not wait.
+_OF_REQUESTS = (
+    "vllm.entrypoints.openai.chat_completion.message_assembly",
+    "vllm.entrypoints.openai.chat_completion.stream_processor",
+    "vllm.entrypoints.scale_out.token_in_token_out.protocol",
+    "vllm.renderers.online_derenderer",
+    "vllm.v1.engine.detokenizer",
+    "vllm.v1.engine.logprobs",
+)
 
 
 class Unusable(Exception):
@@ -56,6 +66,8 @@ class Parsers:
         except (TypeError, ValueError) as error:
             raise Unusable(str(error)) from error
         self.auto_tools = tool_parser is not None
+        for module in _OF_REQUESTS:
+            importlib.import_module(module)
 
     @property
     def facts(self) -> Json:

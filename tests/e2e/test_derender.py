@@ -287,7 +287,7 @@ def matrix(vllm_python: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("family", ["hermes", "llama3_json", "pythonic", "deepseek", "granite", "granite4"])
-def test_every_delta_of_a_family_is_the_derender_service_s(matrix: dict[str, Any], family: str) -> None:
+def test_every_delta_of_a_family_is_the_worker_s_and_the_service_s(matrix: dict[str, Any], family: str) -> None:
     """At one token, three tokens and all of them in a chunk, from text and from tokens, and whole."""
     differ = {
         (case, how): sides
@@ -296,9 +296,10 @@ def test_every_delta_of_a_family_is_the_derender_service_s(matrix: dict[str, Any
         if any(side != sides[-1] for side in sides)
     }
     assert differ == {}
-    assert len(matrix[family]) == 9
+    assert len(matrix[family]) == 15
     # What is cut at once has three tokens at most, and is all there in a chunk of three.
-    assert all({"whole", "text by 1", "tokens by all"} <= ways.keys() for ways in matrix[family].values())
+    assert all({"text by 1", "tokens by all"} <= ways.keys() for ways in matrix[family].values())
+    assert [case for case, ways in matrix[family].items() if "whole" not in ways] == ["two choices"]
     assert len(matrix[family]["auto"]) == 7
 
 
@@ -317,12 +318,29 @@ def test_a_stream_adds_up_to_what_a_worker_makes_of_the_whole_inline(matrix: dic
     """Whole answers are the worker's own in ``output_mode: derender``; a call that is cut, its whole leaves as text."""
     for case in ("auto", "none", "no parallel calls", "reasoning left out", "no thinking"):
         ways = matrix[family][case]
-        message, finish = ways["whole"][INLINE]
+        message, finish, *_ = ways["whole"][INLINE]
         calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls") or ()]
         whole = (message.get("content") or "", message.get("reasoning") or "", calls, finish)
         for sent in ("text", "tokens"):
             for size in ADDS_UP[family]:
                 assert stripped(added(ways[f"{sent} by {size}"][0])) == stripped(whole), (case, sent, size)
+
+
+@pytest.mark.parametrize("family", ["hermes", "llama3_json", "pythonic", "deepseek", "granite", "granite4"])
+def test_a_stop_string_ends_every_family_s_answer(matrix: dict[str, Any], family: str) -> None:
+    """So that sides which all run on to the end are not taken for equal."""
+    every = len(matrix[family]["auto"]["whole"][0][3])
+    for case, why in {
+        "stop string": "Oslo",
+        "stop string kept": "Oslo",
+        "stop strings, one too early": "slo",
+        "stop string that never comes": None,
+    }.items():
+        ways = matrix[family][case]
+        assert {sides[0][-1][2] for how, sides in ways.items() if how != "whole"} == {why}
+        for _, _, reason, token_ids in ways["whole"]:
+            assert reason == why
+            assert (len(token_ids) < every) is (why is not None)
 
 
 def added(steps: list[Any]) -> tuple[str, str, list[tuple[str, str]], str]:
@@ -348,6 +366,34 @@ def test_what_a_family_says_token_by_token_is_what_was_put_in(matrix: dict[str, 
     _, reasoning, calls, _ = stripped(added(matrix[family]["auto"]["text by 1"][0]))
     assert calls == [("get_weather", {"city": "Rome", "days": 2}), ("get_time", {"city": "Oslo"})]
     assert reasoning == ("hm" if family in ("hermes", "deepseek") else "")
+
+
+FIRST_OF_ITS_KIND = """
+import json, sys
+from coordinator.derender.vllm_parsers import Parsers
+
+parsers, context = Parsers(**json.loads(sys.argv[1])), {"tool_choice": "none"}
+before = set(sys.modules)
+score = {"token": "token_id:85", "token_id": 85, "logprob": -1.0, "bytes": None, "top_logprobs": []}
+choice = {"index": 0, "token_ids": [85], "text": "r", "finish_reason": None, "stop_reason": None}
+for decoding in (None, {"skip_special_tokens": False, "stop": ["x"], "min_tokens": 99}):
+    job = {"id": "x", "prompt": [1, 85], "n": 1, "context": context, "decoding": decoding}
+    parsers.stream(job).chunk({"choices": [{**choice, "logprobs": {"content": [score]}}]})
+    rows = [None, {"85": {"logprob": -1.0, "rank": 1, "decoded_token": None}}]
+    parsers.whole(job, {"choices": [{**choice, "finish_reason": "stop"}], "prompt_logprobs": rows})
+print(json.dumps(sorted(name for name in set(sys.modules) - before if name.partition(".")[0] == "vllm")))
+"""
+
+
+def test_the_first_request_of_a_kind_finds_all_of_vllm_loaded(vllm_python: Path) -> None:
+    """Else it, and all that are parsed beside it, would wait for seconds."""
+    done = subprocess.run(
+        [str(vllm_python), "-c", FIRST_OF_ITS_KIND, json.dumps(PARSERS)],
+        env=os.environ | ON_CPU | {"PYTHONPATH": str(ROOT), "VLLM_LOGGING_LEVEL": "CRITICAL"},
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout.strip().splitlines()[-1]) == []
 
 
 def test_a_parser_that_there_is_not_is_named_at_the_start(tmp_path: Path, vllm_python: Path) -> None:

@@ -31,6 +31,7 @@ ASKED: dict[str, dict[str, Any]] = {name: talk.body() for name, talk in CONVERSA
     "logprobs of reasoning": CONVERSATIONS["reasoning"].body(logprobs=True, top_logprobs=1),
     "n": CONVERSATIONS["reasoning"].body(n=2, temperature=1, top_k=1, logprobs=True),
     "cut short": CONVERSATIONS["numbers"].body(max_tokens=16),
+    "min_tokens": CONVERSATIONS["plain"].body(min_tokens=30, max_tokens=40),
     "cut in the reasoning": CONVERSATIONS["reasoning"].body(max_tokens=5),
     "cut in a tool call": CONVERSATIONS["tool call"].body(max_tokens=12),
     "stop string": conversation("Say stop in the middle.").body(stop=["STOP", "never"]),
