@@ -167,7 +167,8 @@ class Call:
         if self.connection.complete and not self._head:  # it came with its head, as most do
             self._heard = True
             return self.connection.take()
-        parts, left = list[bytes](), _MOST_BYTES
+        parts: list[bytes] = []
+        left = _MOST_BYTES
 
         def keep(data: bytes) -> bool:
             nonlocal left

@@ -160,7 +160,8 @@ def _not_upstream(also_drop: frozenset[str]) -> frozenset[str]:
 
 
 def _kept(raw: Iterable[tuple[str, str]], drop: frozenset[str]) -> Headers:
-    kept, connection = list[tuple[str, str]](), list[str]()
+    kept: list[tuple[str, str]] = []
+    connection: list[str] = []
     for pair in raw:
         if (name := pair[0].lower()) not in drop:
             kept.append(pair)

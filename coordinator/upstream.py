@@ -174,7 +174,8 @@ class HttpUpstream:
 
     async def _attempt(self, ctx: RequestContext, leg: Leg, once: _Once[T], accept: tuple[int, ...]) -> T:
         """Send a leg to one worker after another, until one answers or trying on makes no sense."""
-        router, tried = self.links[leg.role].router, list[Worker]()
+        router = self.links[leg.role].router
+        tried: list[Worker] = []  # list[Worker]() would raise and catch an AttributeError each time
         self._budget.deposit()
         begun = asyncio.get_running_loop().time()
         needs, barred = leg.needs, self._barred(ctx, leg.role, fetches=leg.single_use)

@@ -164,8 +164,14 @@ class Connection(asyncio.Protocol):
     @property
     def reusable(self) -> bool:
         """Whether the answer was read to its end, the request was written to its own, and the worker keeps it."""
-        unsent = self._transport.get_write_buffer_size()
-        return self.complete and self._keeps and not self._parts and not unsent and self.alive
+        return (
+            self.complete
+            and self._keeps
+            and not self._parts
+            and self._error is None
+            and not self._transport.is_closing()
+            and not self._transport.get_write_buffer_size()
+        )
 
     def close(self) -> None:
         self._transport.abort()

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from envelope.json_codec import without
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -120,7 +122,7 @@ def without_transfer_params(body: Json) -> Json:
 
     They name hosts to pull from, and half of them ends a worker: only the pipeline may set them.
     """
-    clean = {key: value for key, value in body.items() if key not in _NOT_FROM_CLIENTS}
+    clean = without(body, _NOT_FROM_CLIENTS)
     for name in _OPEN_MAPS:
         if _holds_transfer(clean.get(name)):
             clean[name] = _without(clean[name])

@@ -11,6 +11,7 @@ from envelope.client_request import prompt_token_ids
 from envelope.features import only
 from envelope.formats import Format
 from envelope.generate import DERENDER, TEXT, TOKENS
+from envelope.json_codec import without
 from envelope.kv_transfer import put_in_generate, without_transfer_params
 from envelope.sampling import client_sampling, complete
 
@@ -59,6 +60,8 @@ _NOT_FOR_PREFILL = _DECODE_ONLY | frozenset(
     )
 )
 
+_STREAM_OPTIONS = frozenset(("stream_options",))
+
 _CAP_FIELDS = ("max_completion_tokens", "max_output_tokens")
 
 # They change what the media becomes, and so its hash. The generate route knows neither: there the renderer has seen to
@@ -86,7 +89,7 @@ def one_token_openai(api: Format, body: Json) -> Json:
     Whatever the client capped is capped at 1, by every name that API has for it. ``min_tokens`` is dropped rather
     than set: vLLM refuses a minimum above the cap.
     """
-    leg = {key: value for key, value in body.items() if key not in _NOT_FOR_PREFILL}
+    leg = without(body, _NOT_FOR_PREFILL)
     leg["stream"] = False
     if api is Format.RESPONSES:
         leg["max_output_tokens"] = 1
@@ -109,7 +112,7 @@ def unstreamed(body: Json) -> Json:
     What caps and shapes the output stays: the worker stops after the prompt by itself, and its token is the first of
     the answer.
     """
-    return {key: value for key, value in body.items() if key != "stream_options"} | {"stream": False}
+    return without(body, _STREAM_OPTIONS) | {"stream": False}
 
 
 def identified(api: Format, leg: Json, id: str) -> Json:
@@ -122,7 +125,7 @@ def prefill_reset(generate: Json) -> Json:
 
     The worker may have no tokenizer (``--tokens-only``), and refuses any other mode then.
     """
-    leg = {key: value for key, value in generate.items() if key not in _DECODE_ONLY}
+    leg = without(generate, _DECODE_ONLY)
     return {**leg, "output_mode": TOKENS, "stream": False, "sampling_params": one_token()}
 
 
@@ -209,7 +212,7 @@ def decode_generate(
     ``derender`` is never asked for as a stream: vLLM refuses it.
     """
     streamed = stream and mode != DERENDER
-    leg = {key: value for key, value in generate.items() if key != "stream_options"}
+    leg = without(generate, _STREAM_OPTIONS)
     leg |= {"output_mode": mode, "stream": streamed}
     if streamed and stream_options is not None:
         leg["stream_options"] = stream_options
@@ -223,7 +226,7 @@ def decode_for_generate_client(body: Json, kv: Mapping[str, Any] | None) -> Json
     """
     leg = body
     if body.get("stream") and body.get("output_mode") == DERENDER:
-        leg = {key: value for key, value in body.items() if key != "stream_options"} | {"stream": False}
+        leg = without(body, _STREAM_OPTIONS) | {"stream": False}
     return put_in_generate(leg, kv)
 
 

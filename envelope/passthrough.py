@@ -85,13 +85,14 @@ class PassThrough:
     def _worth_a_look(self, block: bytes) -> bool:
         # Quotes in a model's text have backslashes in JSON, so of these only an end mark can hit there, and
         # _watch tells it apart.
+        find = block.find  # `in` raises and catches a TypeError first
         for mark in self._end_marks:
-            if mark in block:
+            if find(mark) >= 0:
                 return True
         return (
-            b'"error"' in block
-            or (_USAGE_KEY in block and _is_set(block, _USAGE_KEY))
-            or (self._strip and _TRANSFER_KEY in block and _is_set(block, _TRANSFER_KEY))
+            find(b'"error"') >= 0
+            or (find(_USAGE_KEY) >= 0 and _is_set(block, _USAGE_KEY))
+            or (self._strip and find(_TRANSFER_KEY) >= 0 and _is_set(block, _TRANSFER_KEY))
         )
 
     def _watch(self, event: bytes) -> bytes:

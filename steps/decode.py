@@ -148,6 +148,7 @@ class Decode:
         self._limits = params.limits()
         kind = KV_CONNECTORS[params.kv_connector] if params.kv_connector else settings.kv
         self._one_id = kind.one_id
+        self._wrapped = params.wrapped
 
     def admit(self, ctx: RequestContext) -> None:
         if ctx.api is Format.GENERATE or leg_format(ctx.api, self._openai) is not Format.GENERATE:
@@ -341,14 +342,14 @@ class Decode:
         )
 
     def _wraps(self, api: Format, fmt: Format) -> bool:
-        return fmt is Format.GENERATE and api in self.params.wrapped
+        return fmt is Format.GENERATE and api in self._wrapped
 
     def _notes(self, api: Format, fmt: Format) -> tuple[str, ...]:
         if fmt is not Format.GENERATE:
             return ("the worker's answer passes through",)
         if api is Format.GENERATE:
             return ("output_mode is the client's own",)
-        rebuilt = f"rebuilt as {api}" if api in self.params.wrapped else "the generate envelope passes through"
+        rebuilt = f"rebuilt as {api}" if api in self._wrapped else "the generate envelope passes through"
         return (f"output_mode {mode_for(api, self.params.mode)}", rebuilt)
 
 
