@@ -154,7 +154,7 @@ class LegTime:
     attempts: Sequence[Attempt] = ()
 
 
-def _nobody_left() -> None:
+def _nobody_left(ctx: RequestContext) -> None:
     """Stand for the server where there is none to release what comes late."""
 
 
@@ -192,7 +192,7 @@ class RequestContext:
     handover_at: float = 0.0
     handover_fetched: bool = False
     abandoned: list[Mapping[str, Any]] = field(default_factory=list)
-    on_late_handover: Callable[[], None] = _nobody_left
+    on_late_handover: Callable[[RequestContext], None] = _nobody_left
     failed: list[Any] = field(default_factory=list)
     prompt_tokens: int | None = None
     chains: dict[Any, Sequence[int]] = field(default_factory=dict)

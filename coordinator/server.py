@@ -108,7 +108,7 @@ class Front:
             self._let_send(request, plan)
             await permit.begin()
             ctx = await self._read(request, api, client_id, plan, outcome.trace)
-            ctx.on_late_handover = partial(plan.releaser.release, ctx)
+            ctx.on_late_handover = plan.releaser.release
             await self._run(request, ctx, permit, outcome, plan)
         except asyncio.CancelledError:
             gone_as = ClientStalled if request.stalled else ClientGone

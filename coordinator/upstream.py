@@ -263,7 +263,7 @@ class HttpUpstream:
         # Of a pair, prefill may be running on: its step knows, and the request may be at the next one by now.
         if leg.single_use and not leg.tied and not call.took_up and open_s < _TAKEN_UP_S:
             ctx.handover_fetched = False
-            ctx.on_late_handover()
+            ctx.on_late_handover(ctx)
 
     async def _hear_out(self, ctx: RequestContext, call: Call) -> None:
         """Wait for what tells the fate of a hand-over: prefill's answer, or the beginning of decode's."""

@@ -205,6 +205,7 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         if error is None and self._head_done and not self.complete and self._ends_with_connection():
             self.complete = True
+        self._parser = None  # type: ignore[assignment]  # it has this: a cycle, and nothing more will be parsed
         self._fail(Broken("the connection ended"))
 
     def on_message_begin(self) -> None:

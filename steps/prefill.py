@@ -156,7 +156,7 @@ class Prefill:
         """Take the hand-over of a prefill whose client has left, so that it can be released."""
         with suppress(HandoverMissing):
             ctx.handover = read_handover(self._kv, reply.body)
-            ctx.on_late_handover()
+            ctx.on_late_handover(ctx)
 
     def _without_encoded(self, generate: Json, ec_params: Mapping[str, Any] | None) -> Json:
         """Return a prompt without the tensors of what prefill can fetch; itself where all of them are needed."""

@@ -244,4 +244,4 @@ class _Held:
             self._ctx.abandoned.append(self.pair.decode)
             # Of a pair that has taken its place, a hand-over may be on its way yet: then all is released at its end.
             if self._ctx.handover is None or self._ctx.handover_fetched:
-                self._ctx.on_late_handover()
+                self._ctx.on_late_handover(self._ctx)

@@ -216,6 +216,7 @@ class Connection(asyncio.Protocol):
         self._server.connections.discard(self)
         self._ends_at = self._stalls_at = inf
         self._waiting.clear()
+        self._parser = None  # type: ignore[assignment]  # it has this: a cycle, and nothing more will be parsed
         gone = ConnectionResetError("the client is gone")
         if self._reading is not None:
             self._reading.body.fail(gone)

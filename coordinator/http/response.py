@@ -33,9 +33,11 @@ class Response:
 
     __slots__ = (
         "_bodiless",
+        "_body",
         "_chunked",
         "_connection",
-        "_request",
+        "_http_1_1",
+        "_keep_alive",
         "_waited_for",
         "closes",
         "ended",
@@ -46,7 +48,8 @@ class Response:
     def __init__(self, request: Request, connection: Connection) -> None:
         self.status = self.written = 0
         self.ended = self.closes = self._waited_for = False
-        self._request = request
+        # Not the request itself: it has this, and a cycle would keep all that it holds until the collector comes.
+        self._body, self._http_1_1, self._keep_alive = request.body, request.http_1_1, request.keep_alive
         self._connection = connection
         self._chunked = False
         self._bodiless = request.method == "HEAD"
@@ -82,7 +85,7 @@ class Response:
         headers = list(headers)
         self._bodiless = self._bodiless or status in (204, 304)
         measured = self._bodiless or any(name.lower() == "content-length" for name, _ in headers)
-        self._chunked = not measured and self._request.http_1_1
+        self._chunked = not measured and self._http_1_1
         if not (measured or self._chunked):
             self.closes = True  # to an HTTP/1.0 client that is the end of the body
         head = self._head(status, headers, "Transfer-Encoding: chunked\r\n" if self._chunked else "")
@@ -147,12 +150,11 @@ class Response:
 
     def _head(self, status: int, headers: Iterable[tuple[str, str]], framing: str) -> bytes:
         self.status = status
-        request = self._request
-        if not request.keep_alive or not request.body.complete:
+        if not self._keep_alive or not self._body.complete:
             self.closes = True
         if self.closes:
             framing += "Connection: close\r\n"
-        elif not request.http_1_1:
+        elif not self._http_1_1:
             framing += "Connection: keep-alive\r\n"
         lines = [f"{name}: {value}\r\n" for name, value in headers]
         lines.append(framing)

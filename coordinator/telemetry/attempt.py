@@ -39,7 +39,8 @@ class Watcher:
         attempt = Attempt(leg.step, leg.role, label, number, self._clock())
         ctx.attempts.append(attempt)
         if log.isEnabledFor(TRACE):
-            log.log(TRACE, "leg body", extra={"fields": {**_named(ctx, attempt), "body": redacted(leg.body)}})
+            named = _named((ctx.request_id, ctx.leg_id), attempt)
+            log.log(TRACE, "leg body", extra={"fields": {**named, "body": redacted(leg.body)}})
         trace = UNTOLD if ctx.trace is None else ctx.trace.leg(leg, worker.url, number)
         return Watched(attempt, trace, self._metrics, self._clock, ctx)
 
@@ -51,7 +52,7 @@ class Watched:
         open: it is not known yet how the call went.
     """
 
-    __slots__ = ("_clock", "_closed", "_ctx", "_metrics", "_trace", "attempt", "open")
+    __slots__ = ("_clock", "_closed", "_ids", "_metrics", "_trace", "attempt", "open")
 
     def __init__(
         self, attempt: Attempt, trace: LegTrace, metrics: Metrics, clock: Callable[[], float], ctx: RequestContext
@@ -60,7 +61,8 @@ class Watched:
         self._trace = trace
         self._metrics = metrics
         self._clock = clock
-        self._ctx = ctx
+        # Not the context itself, whose answer may be the call that has this: a cycle.
+        self._ids = ctx.request_id, ctx.leg_id
         self.open = True
         self._closed = False
         metrics.leg_opened(attempt)
@@ -74,7 +76,7 @@ class Watched:
         """Note a whole answer, or the first event of a stream."""
         self.settle("ok")
         if isinstance(answer, Reply) and log.isEnabledFor(TRACE):
-            fields = {**_named(self._ctx, self.attempt), "status": answer.status, "body": redacted(answer.body)}
+            fields = {**_named(self._ids, self.attempt), "status": answer.status, "body": redacted(answer.body)}
             log.log(TRACE, "leg answer", extra={"fields": fields})
 
     def settle(self, outcome: str) -> None:
@@ -87,7 +89,7 @@ class Watched:
         self._metrics.attempt(attempt)
         if log.isEnabledFor(logging.DEBUG):
             ended = {"outcome": outcome, "seconds": round(attempt.seconds, 6)}
-            log.debug("leg", extra={"fields": {**_named(self._ctx, attempt), **ended}})
+            log.debug("leg", extra={"fields": {**_named(self._ids, attempt), **ended}})
         if self._closed:
             self._trace.end(attempt)
 
@@ -105,10 +107,11 @@ class Watched:
             self._trace.end(self.attempt)
 
 
-def _named(ctx: RequestContext, attempt: Attempt) -> dict[str, object]:
+def _named(ids: tuple[str, str], attempt: Attempt) -> dict[str, object]:
+    request_id, leg_id = ids
     return {
-        "request_id": ctx.request_id,
-        "leg_id": ctx.leg_id,
+        "request_id": request_id,
+        "leg_id": leg_id,
         "step": attempt.step,
         "role": attempt.role,
         "worker": attempt.worker,

@@ -361,7 +361,7 @@ async def test_what_prefill_leaves_later_is_released_when_it_comes(
     """It runs on: until then nothing is there to be fetched, and what decode may have read is left alone."""
     under_way = await run(pair())
     ctx, told = under_way.ctx, []
-    ctx.on_late_handover = lambda: told.append(ctx.unfetched())
+    ctx.on_late_handover = lambda late: told.append(late.unfetched())
     ctx.handover_fetched = fetched
     workers.answer("decode", LegFailed("decode", "gone"))
     with pytest.raises(LegFailed):
