@@ -174,6 +174,7 @@ class Connection(asyncio.Protocol):
         )
 
     def close(self) -> None:
+        self._error = Broken("it was closed")  # what was there may have the whole request in its traceback
         self._transport.abort()
 
     # What the event loop and the parser call.
@@ -281,7 +282,11 @@ class Connection(asyncio.Protocol):
 
     async def _wait(self, ends_at: float | None = None) -> None:
         if self._error is not None:
-            raise self._error
+            error, self._error = self._error, Broken("it was closed")
+            try:
+                raise error
+            finally:
+                del error  # its traceback has this frame: a cycle
         if self._paused:
             self._paused = False
             self._transport.resume_reading()
@@ -292,6 +297,7 @@ class Connection(asyncio.Protocol):
             await waiter
         finally:
             self._waiter = None
+            del waiter  # it may have an error, whose traceback has this frame: a cycle
             if timer is not None:
                 timer.cancel()
 

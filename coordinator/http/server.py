@@ -125,15 +125,15 @@ class Server:
         """
         try:
             await self._handler(request)(request)
-            return
         except (ClientGone, ConnectionError):  # nobody is left to be told
             request.response.hang_up()
-            return
-        except ApiError as told:
-            error = told
+        except ApiError as error:
+            self._tell(request, error)
         except Exception:
             log.exception("%s failed by a fault of the coordinator", request.path)
-            error = InternalError()
+            self._tell(request, InternalError())
+
+    def _tell(self, request: Request, error: ApiError) -> None:
         if request.response.status:
             request.response.hang_up()
         else:
