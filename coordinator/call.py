@@ -174,6 +174,7 @@ class Call:
             nonlocal left
             left -= len(data)
             if left < 0:
+                parts.clear()  # the error's traceback would keep them
                 raise EventTooLarge("the answer has no end")
             parts.append(data)
             return True

@@ -204,7 +204,8 @@ class Connection(asyncio.Protocol):
         self.connection_lost(None)
 
     def connection_lost(self, error: Exception | None) -> None:
-        if error is None and self._head_done and not self.complete and self._ends_with_connection():
+        ended = error is None and self._error is None and self._head_done
+        if ended and not self.complete and self._ends_with_connection():
             self.complete = True
         self._parser = None  # type: ignore[assignment]  # it has this: a cycle, and nothing more will be parsed
         self._fail(Broken("the connection ended"))

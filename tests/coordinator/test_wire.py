@@ -340,8 +340,10 @@ async def test_push_gives_bytes_on_as_they_come_and_stops_when_told(start: Any) 
     assert b"".join(taken) == b"abcde"
 
 
-async def test_what_push_is_told_by_its_taker_is_raised(start: Any) -> None:
-    worker = await start([CHUNKED[:-5]])
+@pytest.mark.parametrize("answer", [CHUNKED[:-5], CHUNKED, SIZED, UNTIL_CLOSE])
+async def test_what_push_is_told_by_its_taker_is_raised(start: Any, answer: bytes) -> None:
+    """It closes the connection, which is not taken for the end of an answer."""
+    worker = await start([answer])
 
     def take(data: bytes) -> bool:
         raise RuntimeError("enough")
@@ -349,7 +351,6 @@ async def test_what_push_is_told_by_its_taker_is_raised(start: Any) -> None:
     async with pool() as made:
         connection = await made.acquire(worker.origin, 1.0)
         connection.send(request_head("POST", worker.origin, "/x", [], 2), b"{}")
-        await connection.head()
         with pytest.raises(RuntimeError, match="enough"):
             await connection.push(take)
         assert not connection.reusable
