@@ -86,7 +86,8 @@ class Server(Section):
     )
     read_header_timeout: Duration = Field(
         10.0,
-        description="time for a request's head to arrive, on a new connection from its start on; 0 is no limit",
+        description="time for a request's head to arrive, on a new connection from its start on, and for the TLS "
+        "handshake before it; 0 is no limit, but for a minute of the handshake",
     )
     idle_timeout: Duration = Field(
         3630.0,

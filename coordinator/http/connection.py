@@ -51,7 +51,7 @@ class Patience:
 
     Attributes:
         write_stall_s: over the high-water mark, without a byte taken.
-        head_s: from a head's first byte, or from the connection's start, to the head's end.
+        head_s: from a head's first byte, or from the connection's start, to the head's end; in the TLS handshake.
         idle_s: between two requests.
     """
 

@@ -90,7 +90,13 @@ class Server:
         """
         loop = asyncio.get_running_loop()
         listener = await loop.create_server(
-            lambda: Connection(self, loop), host, port, ssl=tls, backlog=backlog, reuse_port=shared or None
+            lambda: Connection(self, loop),
+            host,
+            port,
+            ssl=tls,
+            ssl_handshake_timeout=None if tls is None else self.patience.head_s,
+            backlog=backlog,
+            reuse_port=shared or None,
         )
         self._listeners.append(listener)
         if self._looking is None:

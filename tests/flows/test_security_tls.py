@@ -13,6 +13,8 @@ from aiohttp import web
 
 from coordinator.app import build
 from coordinator.config import Config, ConfigError
+from coordinator.http.connection import Patience
+from coordinator.http.server import Server
 from tests.bounds import HANG_S
 from tests.flows.conftest import config_tree
 
@@ -42,6 +44,25 @@ def folder(tmp_path):
 async def get(url, path, tls, **options):
     async with aiohttp.ClientSession() as session, session.get(url + path, ssl=tls, **options) as answer:
         return answer.status, await answer.text()
+
+
+async def test_a_handshake_has_the_time_of_a_head(folder):
+    """Which is a minute where heads have no limit, and so is the other to end."""
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    tls.load_cert_chain(f"{folder('rsa')}/tls.crt", f"{folder('rsa')}/tls.key")
+    servers = [Server({}), Server({}, patience=Patience(head_s=0.2))]
+    ends, writers = [], []
+    for server in servers:
+        await server.listen("127.0.0.1", 0, tls)
+        reader, writer = await asyncio.open_connection(*server.addresses[0].split(":"))
+        ends.append(asyncio.create_task(reader.read()))
+        writers.append(writer)
+    await asyncio.wait(ends, timeout=HANG_S, return_when=asyncio.FIRST_COMPLETED)
+    assert [end.done() for end in ends] == [False, True]
+    for end, writer, server in zip(ends, writers, servers, strict=True):
+        writer.close()
+        await asyncio.wait((end,))
+        await server.close()
 
 
 @pytest.fixture
