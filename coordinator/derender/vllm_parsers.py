@@ -225,13 +225,25 @@ def _load(path: str) -> tuple[Any, Any]:
     from vllm.config import ModelConfig
     from vllm.tokenizers import cached_tokenizer_from_config, get_tokenizer
 
+    mode = "mistral" if _in_mistral_s_format_alone(path) else "auto"
     try:
         if os.path.exists(os.path.join(path, "config.json")):
-            config = ModelConfig(model=path, tokenizer=path)
+            config = ModelConfig(model=path, tokenizer=path, tokenizer_mode=mode)
             return config, cached_tokenizer_from_config(config)
-        return None, get_tokenizer(path)
+        return None, get_tokenizer(path, tokenizer_mode=mode)
     except Exception as error:  # whatever transformers says of a folder that holds no tokenizer
         raise Unusable(f"tokenizer: {path} cannot be loaded: {type(error).__name__}: {error}") from error
+
+
+def _in_mistral_s_format_alone(path: str) -> bool:
+    """Say whether there is no other tokenizer in a folder than one in Mistral's own format.
+
+    vLLM takes that one where the weights' name is Mistral's too (``consolidated*.safetensors``); here are no weights.
+    """
+    names = os.listdir(path)
+    return "tokenizer.json" not in names and any(
+        name == "tekken.json" or name.startswith("tokenizer.model.v") for name in names
+    )
 
 
 def _tool_parsers() -> list[str]:

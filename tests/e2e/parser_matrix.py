@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sys
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import mistral_common
+from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 from transformers import AutoTokenizer
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.chat_completion.stream_processor import ChatStreamProcessor
@@ -30,6 +33,7 @@ from vllm.entrypoints.scale_out.token_in_token_out.protocol import (
 )
 from vllm.renderers.online_derenderer import OnlineDerenderer
 from vllm.sampling_params import SamplingParams
+from vllm.tokenizers.mistral import MistralTokenizer
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -84,6 +88,20 @@ FAMILIES: dict[str, tuple[str, str | None, list[str], str]] = {
         f"Here is my thought process: hm Here is my response: <|tool_call|>{LISTED}",
     ),
     "granite4": ("granite4", None, [], f"Look: {HERMES}"),
+    # Of these, the version of the tokenizer takes the place of the tokens that it lacks.
+    "mistral v3": (
+        "mistral",
+        None,
+        ["v3"],
+        f'Look:[TOOL_CALLS][{{"name": "get_weather", "arguments": {ROME}}}, '
+        f'{{"name": "get_time", "arguments": {OSLO}}}]',
+    ),
+    "mistral v13": (
+        "mistral",
+        "mistral",
+        ["v13"],
+        f"[THINK]hm[/THINK]Look:[TOOL_CALLS]get_weather[ARGS]{ROME}[TOOL_CALLS]get_time[ARGS]{OSLO}",
+    ),
 }
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -116,22 +134,34 @@ def main(model: str) -> None:
 
 
 def matrix(model: str, tool: str, reasoning: str | None, extra: list[str], text: str) -> dict[str, Any]:
-    parsers = Parsers(tokenizer=tokenizer(model, extra), tool_parser=tool, reasoning_parser=reasoning)
+    folder = mistral_s(extra[0]) if tool == "mistral" else tokenizer(model, extra)
+    parsers = Parsers(tokenizer=folder, tool_parser=tool, reasoning_parser=reasoning)
     derenderer = derenderer_of(parsers)
     cases = {name: (options, text, "stop", {}) for name, options in OPTIONS.items()}
     cases |= {name: (options, said, "stop", {}) for name, (options, said) in FORCED.items()}
     cases |= {
         "cut in a call": ({}, text[: len(text) * 2 // 3], "length", {}),
         "cut at once": ({}, text[:9], "length", {}),
-        "reasoning never closed": ({}, text.partition("</think>")[0], "stop", {}),
+        "reasoning never closed": ({}, re.split(r"</think>|\[/THINK\]", text)[0], "stop", {}),
     }
-    early = parsers.tokenizer.encode(text[: text.index("Rome") + 6], add_special_tokens=False)
+    early = ids_of(parsers, text[: text.index("Rome") + 6])
     late = {"stop": ["Rome", "slo"], "min_tokens": len(early)}
     cases |= {
         name: ({}, text, "stop", stops) for name, stops in (STOPS | {"stop strings, one too early": late}).items()
     }
     found = {name: case(parsers, derenderer, *each) for name, each in cases.items()}
     return found | {"two choices": several(parsers, derenderer, [text, text[: len(text) // 2]])}
+
+
+def ids_of(parsers: Parsers, text: str) -> list[int]:
+    """The tokens of what a model says; Mistral's tokenizers take no text for one of their control tokens."""
+    if not isinstance(parsers.tokenizer, MistralTokenizer):
+        return list(parsers.tokenizer.encode(text, add_special_tokens=False))
+    controls, ids = parsers.tokenizer.get_vocab(), list[int]()
+    for piece in re.split(r"(\[/?[A-Z_]+\])", text):
+        one = [controls[piece]] if piece in controls else parsers.tokenizer.encode(piece, add_special_tokens=False)
+        ids += one
+    return ids
 
 
 def case(
@@ -142,7 +172,7 @@ def case(
     finish: str,
     stops: dict[str, Any],
 ) -> dict[str, Any]:
-    ids = parsers.tokenizer.encode(text, add_special_tokens=False)
+    ids = ids_of(parsers, text)
     job, asked = job_of(parsers, options), ChatCompletionRequest(messages=[], **context_of(options), **stops)
     tokens = {**job, "decoding": {"skip_special_tokens": False, **stops}}
     found: dict[str, Any] = {"whole": whole(parsers, derenderer, job, tokens, asked, ids, finish)}
@@ -164,7 +194,7 @@ def several(parsers: Parsers, derenderer: OnlineDerenderer, texts: list[str]) ->
     asked = ChatCompletionRequest(messages=[], **context_of({}))
     tokens = {**job, "decoding": {"skip_special_tokens": False}}
     found: dict[str, Any] = {}
-    every = [parsers.tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    every = [ids_of(parsers, text) for text in texts]
     for size in (1, 3, len(every[0])):
         each = [chunks([ids[at : at + size] for at in range(0, len(ids), size)], "stop") for ids in every]
         worded = [engine(parsers, tokens, made) for made in each]
@@ -349,6 +379,22 @@ def tokenizer(model: str, extra: list[str]) -> str:
     made.save_pretrained(folder)
     (Path(folder) / "config.json").write_text((Path(model) / "config.json").read_text())
     return folder
+
+
+def mistral_s(version: str) -> str:
+    """A folder with a tokenizer in Mistral's own format: its newest public one, said to be of a version."""
+    folder = Path(tempfile.mkdtemp())
+    tekken = json.loads((Path(mistral_common.__file__).parent / "data" / "tekken_240911.json").read_text())
+    # With fewer tokens it is read sooner: vLLM's parser looks at each control token whenever it is made.
+    tekken["config"] |= {"version": version, "default_num_special_tokens": 64, "default_vocab_size": 20_000}
+    if version != "v3":
+        named = Tekkenizer.DEPRECATED_SPECIAL_TOKENS
+        told = [*(str(one["token_str"]) for one in named), "[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]"]
+        tekken["special_tokens"] = [
+            {"rank": rank, "token_str": name, "is_control": True} for rank, name in enumerate(told)
+        ]
+    (folder / "tekken.json").write_text(json.dumps(tekken))
+    return str(folder)
 
 
 def derenderer_of(parsers: Parsers) -> OnlineDerenderer:
