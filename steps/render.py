@@ -172,10 +172,10 @@ class Render:
     async def run(self, ctx: RequestContext, upstream: Upstream) -> str:
         if ctx.api is Format.GENERATE:
             ctx.rendered, outcome = ctx.body, "skipped"
-        elif prompt_token_ids(ctx.api, ctx.body) is not None:
-            ctx.rendered, outcome = from_token_prompt(ctx.api, ctx.body), "skipped"
         elif self.role is None:
             ctx.rendered, outcome = await self._render_here(ctx), "ok"
+        elif prompt_token_ids(ctx.api, ctx.body) is not None:
+            ctx.rendered, outcome = from_token_prompt(ctx.api, ctx.body), "skipped"
         else:
             ctx.rendered, outcome = await self._ask(ctx, upstream), "ok"
         self._check_limits(ctx.api, ctx.rendered)

@@ -220,7 +220,6 @@ class ChatFields(ClientFields):
 class CompletionFields(ClientFields):
     max_tokens_names = ("max_tokens",)
 
-    prompt: str
     n: int = 1
     logprobs: int | None = None
     add_special_tokens: bool = True
@@ -267,14 +266,14 @@ def read_chat(body: Json) -> ChatFields:
     return fields
 
 
-def read_completion(body: Json, prompt: str) -> CompletionFields:
+def read_completion(body: Json) -> CompletionFields:
     """
     Raises:
         BadRequest: as ``read_chat``.
     """
     _check_common(body)
     _check_logprobs(body, body.get("logprobs") is not None, counts=("prompt_logprobs", "logprobs"))
-    given = {**body, "prompt": prompt}
+    given = {name: value for name, value in body.items() if name != "prompt"}
     if given.get("max_tokens") is None:
         given["max_tokens"] = 16
     fields = read(CompletionFields, given)

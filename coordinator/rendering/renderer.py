@@ -173,12 +173,14 @@ class Renderer:
 
     def _completion(self, body: Json, request_id: str) -> Json:
         prompt = single_prompt(body)
-        if not isinstance(prompt, str):
+        if prompt is None:
             raise BadRequest("Either prompt or prompt_embeds must be provided and non-empty.", param="prompt")
-        asked = fields.read_completion(body, prompt)
+        asked = fields.read_completion(body)
         self._check_cap(asked, "max_tokens")
-        encoded, adjusted = self._encode(prompt, asked), Adjusted(asked.constraint(), None)
-        return self._generate(asked, encoded, f"cmpl-{request_id}", adjusted)
+        encoded = (
+            self._encode(prompt, asked) if isinstance(prompt, str) else self._fitting(tokenizer.Encoded(prompt, None))
+        )
+        return self._generate(asked, encoded, f"cmpl-{request_id}", Adjusted(asked.constraint(), None))
 
     def _kwargs(self, asked: ChatFields) -> Json:
         """Return what the template is given beside messages and tools; a later one wins, unless it says nothing."""
@@ -215,7 +217,14 @@ class Renderer:
                 f"reduce the length of the input prompt. (parameter=input_text, value={len(text)})",
                 param="input_text",
             )
-        encoded = self.tokenizer.encode(text, add_special_tokens=asked.add_special_tokens)
+        return self._fitting(self.tokenizer.encode(text, add_special_tokens=asked.add_special_tokens))
+
+    def _fitting(self, encoded: Encoded) -> Encoded:
+        """
+        Raises:
+            BadRequest: the prompt is longer than the context, or there is none.
+        """
+        most = self.model.max_model_len
         if len(encoded.token_ids) > most:
             raise BadRequest(
                 f"This model's maximum context length is {most} tokens. However, your prompt contains at least "

@@ -32,10 +32,10 @@ _OTHER_MODELS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A text as token ids, and where each of them stands in it, in characters."""
+    """A prompt as token ids, and where each of them stands in its text, in characters; None where it never was one."""
 
     token_ids: list[int]
-    offsets: list[tuple[int, int]]
+    offsets: list[tuple[int, int]] | None
 
 
 class Tokenizer:

@@ -316,7 +316,11 @@ ADDS_UP = {
     "pythonic": ("1", "3", "all"),
     "llama3_json": ("1", "3"),
     "deepseek": ("1",),
-    "mistral v13": ("1", "3", "all"),  # before v11, its stream drops calls that tool_choice forbids, and its whole has them
+    "mistral v13": (
+        "1",
+        "3",
+        "all",
+    ),  # before v11, its stream drops calls that tool_choice forbids, and its whole has them
 }
 
 

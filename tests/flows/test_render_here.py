@@ -126,6 +126,17 @@ async def test_all_else_works_as_with_a_render_service(coordinator: Any, fleet: 
     assert (ids.status, generate.status) == (200, 200)
 
 
+async def test_a_prompt_of_token_ids_gets_the_model_s_defaults_too(coordinator: Any, fleet: Any, legs: Any) -> None:
+    """As on the worker's own route; the generate route itself has none."""
+    here = await rendering(coordinator, fleet, "text")
+    got = await here.post(COMPLETIONS, {"model": "tiny", "prompt": [1, 2, 3], "top_k": 5})
+    assert got.status == 200
+    [leg] = legs(fleet.decode)
+    params = leg.body["sampling_params"]
+    assert leg.body["token_ids"] == [1, 2, 3]
+    assert (params["temperature"], params["top_p"], params["top_k"]) == (0.6, 0.95, 5)
+
+
 async def test_the_log_says_which_tokenizer_was_loaded(
     coordinator: Any, fleet: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -152,6 +152,13 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
     "text n": text(n=2, stop=["."], seed=1, stream=True, stream_options={"include_usage": True}),
     "text json": text(response_format={"type": "json_object"}),
     "text offsets": text(return_token_offsets=True, skip_special_tokens=False),
+    "ids": text([5, 6, 7]),
+    "ids in a list": text([[5, 6, 7]], max_tokens=9, seed=3, min_tokens=2, stop_token_ids=[9], stop=["x"], logprobs=1),
+    "ids offsets": text([5, 6], return_token_offsets=True, stream=True, temperature=0.3),
+    "ids, special tokens": text([1, 85], add_special_tokens=False, echo=True, logprobs=0),
+    "ids, prompt logprobs": text([5, 6], prompt_logprobs=1, return_token_ids=True, cache_salt="s", priority=2),
+    "ids of the context": text([5] * 4095, max_tokens=4000),
+    "least and most": chat(min_tokens=3, max_completion_tokens=3, stop_token_ids=[7], ignore_eos=True, seed=1),
 }  # fmt: skip
 
 
@@ -271,6 +278,10 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "interval": chat(stream_interval=0),
     "type": chat(temperature="hot"),
     "empty text": text(""),
+    "no ids": text([]),
+    "ids over the context": text([5] * 4097),
+    "ids all over the context": text([5] * 4096),
+    "ids cap over the context": text([5], max_tokens=5000),
     "messages without a cap": ("messages", {"model": "tiny", "messages": HI}),
     "messages without a model": ("messages", {"messages": HI, "max_tokens": 5}),
     "messages, cap of none": anthropic(max_tokens=0),

@@ -16,8 +16,8 @@ from tests.coordinator.rendering.requests import ADD, HI, REFUSED, REQUESTS, WEA
 RECORDED: dict[str, Any] = json.loads((DATA / "rendered.json").read_text())
 # Of a model whose tokenizer is not here, and which has no generation config: all but the tokens can be compared.
 OLDER = sorted((DATA / "recordings" / "vllm-0.33.0" / "render").glob("render_c*.json"))
-# Counted from the prompt's length in tokens; a batch, and a prompt that needs no renderer.
-UNLIKE = ("render_chat_no_max_tokens", "render_completion_two_prompts", "render_completion_token_prompt")
+# Counted from the prompt's length in tokens; and a batch.
+UNLIKE = ("render_chat_no_max_tokens", "render_completion_two_prompts")
 
 
 @pytest.mark.parametrize("name", REQUESTS)
