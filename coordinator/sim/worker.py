@@ -211,12 +211,18 @@ class SimWorker:
             return await self._respond(request, received)
         except Reset:
             return web.Response()
-        except (asyncio.CancelledError, ConnectionError):
-            if not self._stopping:
-                self.aborted.append(received)
+        except ConnectionError:  # raised on, it would be logged as a fault of ours
+            self._note_abort(received)
+            return web.Response()
+        except asyncio.CancelledError:
+            self._note_abort(received)
             raise
         finally:
             self.in_flight -= 1
+
+    def _note_abort(self, received: Received) -> None:
+        if not self._stopping:
+            self.aborted.append(received)
 
     async def _respond(self, request: web.Request, received: Received) -> web.StreamResponse:
         fault = self.behave.take(received.path, probe=received.path in probes.PATHS)

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import pytest
+from aiohttp import web
 from multidict import CIMultiDict
 
 from coordinator.sim import Settings, SimFleet, SimWorker
+from coordinator.sim import worker as worker_module
 from tests.bounds import HANG_S
 
 if TYPE_CHECKING:
@@ -91,6 +93,22 @@ async def test_a_client_that_leaves_is_noticed(path: str, stream: bool, fleet: S
         await request
     await until(lambda: fleet.decode.in_flight == 0 and fleet.decode.core.running_count == 0)
     assert [received.path for received in fleet.decode.aborted] == [path]
+
+
+async def test_a_client_that_has_just_left_is_no_fault(
+    fleet: SimFleet, client: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def write(request: web.Request, *_: object) -> None:
+        assert request.transport is not None
+        request.transport.abort()
+        raise ConnectionResetError
+
+    monkeypatch.setattr(worker_module, "write", write)
+    with pytest.raises(aiohttp.ClientError):
+        await client.post(fleet.decode, GENERATE, BODY)
+    await until(lambda: not fleet.decode.in_flight)
+    assert [received.path for received in fleet.decode.aborted] == [GENERATE]
+    assert caplog.records == []
 
 
 async def test_stopping_counts_nobody_as_aborted(client: Any) -> None:
