@@ -155,4 +155,6 @@ LEFT_OUT = (
     "8 clients and short answers; 32 and 64 clients would measure the queue in front of the cores. 4,096 tokens "
     "with their prompt are more than the context of the test model as it is served here.",
     "`derender inline` does not stream in vLLM 0.33: its first token comes with its last.",
+    "Beside `tokens` requests there are neither `derender in the coordinator` nor `derender service`: of the worker "
+    "they ask no more than text, or than tokens.",
 )

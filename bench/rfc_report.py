@@ -56,8 +56,10 @@ def _head(results: dict[str, Any]) -> Iterator[str]:
         yield "The machine was not quiet, so trust the CPU times, and run it again before you use times on the clock."
     yield "\nFirst token: from the request's last byte to the first content that the client reads; parsers show nothing"
     yield "of `<think>` itself, so parsed streams begin a few tokens later. Per output token: from the first content to"
-    yield "the last, over the number of tokens less one. CPU time is that of whole processes; that of parsers in"
-    yield "processes of the coordinator's own stands behind a plus."
+    yield "the last, over the number of tokens less one, which flatters parsed streams by those few. CPU time is that"
+    yield "of whole processes; that of parsers in processes of the coordinator's own stands behind a plus. Streams that"
+    yield "were cut did not tell how many tokens they had: they are counted by their events, one of which may hold many"
+    yield "tokens where a way falls behind, so their rows may show too few tokens a second, and too much time for each."
 
 
 def _tables(records: Sequence[Record], drawn: Sequence[str]) -> Iterator[str]:
