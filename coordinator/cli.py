@@ -11,7 +11,9 @@ import asyncio
 import gc
 import json
 import os
+import resource
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +33,9 @@ if TYPE_CHECKING:
     from coordinator.step import Step
 
 FAILED, WRONG, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141
+
+# What Linux lets a process have unless its administrator has said otherwise (fs.nr_open).
+_FILES = 1 << 20
 
 
 class NoEvents:
@@ -109,6 +114,7 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
 def _serve(args: argparse.Namespace) -> int:
     config = _load(args)
     set_up(LEVELS[config.log_level], config.log_format)
+    _allow_files()
     if config.server.workers == 1:
         from coordinator.serve import Alone
 
@@ -121,6 +127,19 @@ def _serve(args: argparse.Namespace) -> int:
         return _told(*supervisor.run())
     except OSError as error:
         return _told(FAILED, [_port_refused(config, args.config, error)])
+
+
+def _allow_files() -> None:
+    """Raise the limit of open files to what this process may have: a stream is two of them.
+
+    The limit that most shells and containers begin with, 1024, is for the sake of ``select``, which nothing here uses.
+    Beyond it, new connections are closed without a word. Programs in Go do the same.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _FILES if hard == resource.RLIM_INFINITY else min(hard, _FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        with suppress(OSError, ValueError):  # macOS may refuse its own limit
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _served(config: Config, path: str, steering: Steering) -> tuple[int, list[str]]:

@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.bounds import HANG_S
 from tests.flows.conftest import merged
+from tests.flows.wire import connect, head
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -185,6 +186,26 @@ async def test_all_answer_and_their_metrics_are_one_page_whichever_is_asked(
             assert await counted(group.url, "coordinator_request_seconds_count") == len(streams)
         group.signal(signal.SIGTERM)
         assert await group.ended() == 0
+
+
+FEW_FILES = """
+import os, resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+os.execv(sys.executable, [sys.executable, "-m", "coordinator", "serve", "--config", sys.argv[1]])
+"""
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_as_many_connections_are_taken_as_the_system_allows(tmp_path: Path, workers: int) -> None:
+    """And not as few as the shell that started it had set."""
+    path = tmp_path / "pd.yaml"
+    path.write_text(yaml.safe_dump(tree("http://127.0.0.1:9", server={"workers": workers})))
+    async with started("-c", FEW_FILES, str(path)) as group, AsyncExitStack() as stack:
+        url = f"http://{(await group.until('listening'))['address']}"
+        wires = [await stack.enter_async_context(connect(url)) for _ in range(200)]
+        for wire in wires:
+            await wire.send(head("/healthz", method="GET"))
+        assert {(await wire.answer()).status for wire in wires} == {200}
 
 
 async def test_a_process_that_is_killed_takes_its_own_streams_and_no_count_and_is_replaced(
