@@ -39,6 +39,11 @@ class Events:
         self._comments = True  # what is held may be whole comment lines
 
     @property
+    def at_start(self) -> bool:
+        """Whether nothing is held: what comes next begins an event."""
+        return not self._parts
+
+    @property
     def unfinished(self) -> bool:
         """Whether the bytes that are held begin an event; a stray line end or a comment does not."""
         return not _only_comments(b"".join(self._parts))
@@ -49,7 +54,7 @@ class Events:
         Raises:
             EventTooLarge: an event is larger than the cap.
         """
-        if data.endswith(b"\n\n"):
+        if data[-2:] == b"\n\n":
             if not self._parts and len(data) <= self._max:
                 return data
             return self._join(data, len(data))

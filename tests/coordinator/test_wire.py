@@ -8,6 +8,8 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from coordinator.wire import Broken, ConnectFailed, Connection, Pool, request_head
 from tests.bounds import HANG_S
@@ -369,3 +371,67 @@ async def test_a_reader_that_lags_stops_the_worker_and_loses_nothing(start: Any)
         while part := await connection.read():
             total += len(part)
     assert (total, len(held) < size) == (size, True)
+
+
+# What a server may write of one chunk: sizes in upper case, with zeros before them, with an extension.
+FRAMINGS = [b"%x\r\n%b\r\n", b"%X\r\n%b\r\n", b"0%x\r\n%b\r\n", b"%x;a=b\r\n%b\r\n"]
+CHUNKED_HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+# Some look like chunks, or like the end of one.
+LOOKALIKE = b"1f\r\n%b\r\n" % (b"y" * 31)
+PAYLOADS = [b"a", b"\r\n", b"0\r\n\r\n", LOOKALIKE, b"\r\n" + LOOKALIKE, b"x" * 255, b"x" * 256, b"x" * 4096]
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(FRAMINGS), st.sampled_from(PAYLOADS), st.booleans()), max_size=8),
+    st.lists(st.integers(1, 300), max_size=10),
+    st.booleans(),
+)
+def test_chunks_are_the_same_in_whatever_reads_they_come(
+    chunks: list[tuple[bytes, bytes, bool]], cuts: list[int], cut_anywhere: bool
+) -> None:
+    reads = [CHUNKED_HEAD]
+    for framing, payload, apart in chunks:
+        framed = framing % (len(payload), payload)
+        size_line = framed[: framed.index(b"\n") + 1]
+        reads += [size_line, payload, b"\r\n"] if apart else [framed]
+    reads.append(b"0\r\n\r\n")
+    if cut_anywhere:
+        raw, reads = b"".join(reads), []
+        for cut in cuts:
+            reads.append(raw[:cut])
+            raw = raw[cut:]
+        reads.append(raw)
+    assert pushed(reads) == (b"".join(payload for _, payload, _ in chunks), True)
+
+
+def test_a_size_that_came_in_part_is_not_taken_for_another() -> None:
+    payload = LOOKALIKE[len(b"1f\r\n") :].ljust(0x11F, b"z")
+    framed = b"11f\r\n%b\r\n" % payload
+    reads = [CHUNKED_HEAD, b"1\r\na\r\n1", framed[1 : 1 + len(LOOKALIKE)], framed[1 + len(LOOKALIKE) :], b"0\r\n\r\n"]
+    assert pushed(reads) == (b"a" + payload, True)
+
+
+def pushed(reads: list[bytes]) -> tuple[bytes, bool]:
+    """Return what is given on of an answer that comes in these reads, and whether that was all."""
+    made, got = Connection(asyncio.new_event_loop()), bytearray()
+    try:
+        made.connection_made(Mute())
+        made.send(b"", b"")
+        made._push = lambda data: got.extend(data) is None
+        for read in filter(None, reads):
+            made.data_received(read)
+        return bytes(got), made.complete
+    finally:
+        made.loop.close()
+
+
+class Mute(asyncio.Transport):
+    """Takes what is written."""
+
+    def write(self, data: Any) -> None: ...
+
+    def is_closing(self) -> bool:
+        return False
+
+    def get_write_buffer_size(self) -> int:
+        return 0

@@ -278,3 +278,44 @@ def test_any_text_any_line_end_any_cut(texts: list[str], end: bytes, cuts: list[
     shape = PassThrough(Format.CHAT)
     assert relayed(shape, *(raw[a:b] for a, b in pairwise(edges))) == raw
     assert shape.content_seen is any(texts)
+
+
+PLAIN = [delta(content=text) for text in ("a", "bc", "é", "say \"no\"", "[DONE]", '"error"', "back\\slash", "\n\n", "")]
+OTHERS = [
+    *(ev(value) for value in PLAIN),
+    ev({**delta(content="x"), "usage": {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3}}),
+    ev({**delta(content="x"), "kv_transfer_params": HANDOVER}),
+    ev({"choices": [{"index": 1, "delta": {"content": "x"}, "finish_reason": None}]}),
+    ev({"choices": [{"index": 0, "delta": {"content": "x"}, "finish_reason": "stop"}]}),
+    ev({"choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3}}),
+    ev(delta(reasoning="hm")),
+    ev(ERROR),
+    b": keep-alive\n\n",
+    DONE,
+]  # fmt: skip
+
+
+@given(st.lists(st.sampled_from(OTHERS), max_size=20), st.lists(st.integers(1, 400), max_size=12), st.booleans())
+def test_what_is_taken_for_mere_text_is_what_was_looked_at_before(
+    events: list[bytes], cuts: list[int], strip: bool
+) -> None:
+    """The same comes out, and is told, as where every block is looked at."""
+    raw = b"".join((ev(ROLE), ev(PLAIN[0]), *events))
+    ends = sorted({min(sum(cuts[: i + 1]), len(raw)) for i in range(len(cuts))} | {len(raw)})
+    reads = [raw[start:end] for start, end in pairwise([0, *ends])] if cuts else [ev(ROLE), ev(PLAIN[0]), *events]
+    quick, slow = (PassThrough(Format.CHAT, strip_transfer_params=strip, drop_usage=True) for _ in range(2))
+    slow._lessons = 0
+    for read in reads:
+        assert quick.feed(read) == slow.feed(read)
+        assert quick.content_seen is slow.content_seen
+        quick.content_seen = slow.content_seen = False
+    assert (quick.usage, quick.error, quick._ended) == (slow.usage, slow.error, slow._ended)
+
+
+def test_events_that_differ_by_their_text_alone_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = PassThrough(Format.CHAT)
+    looked: list[bytes] = []
+    monkeypatch.setattr(shape, "_worth_a_look", lambda block: bool(looked.append(block)))
+    events = [ev(delta(content=text)) for text in ("a", "b", "c", 'd"', "e")]
+    assert [shape.feed(event) for event in events] == events
+    assert looked == [events[1], events[3]]  # the first is read whole, as nothing was generated before it
