@@ -1,7 +1,9 @@
 """What a choice of a worker costs: ``python -m bench.routing``.
 
 Each choice is made as a leg makes it: picked, weighed, counted while it is in flight, and reported as well. There are
-always so many legs in flight, which end in the order in which they began.
+always so many legs in flight, which end in the order in which they began. Where uncached tokens are counted, that is
+done before. In a mixed pool half of the workers do not serve what legs need, a tenth of all is left out, and every
+tenth leg has failed on another worker.
 
 Requests are read a few at a time, and then chosen for one after the other. The first of these is not counted: it finds
 its code outside of the processor's caches, which is what reading long prompts costs whatever is done next. Of several
@@ -11,6 +13,7 @@ rounds the fastest counts, as other work on the machine can only make one slower
 from __future__ import annotations
 
 import argparse
+import logging
 import random
 import time
 from collections import deque
@@ -18,6 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, get_args
 
 from coordinator.context import RequestContext
+from coordinator.logs import log
 from coordinator.pools import PolicyName, Pool
 from coordinator.routing.choice import pool_router
 from coordinator.routing.members import Members
@@ -34,6 +38,8 @@ if TYPE_CHECKING:
 RATE = 5000  # choices a second, of which the share of a core is told
 CONVERSATIONS = 8000  # more than legs in flight: each comes back when its last leg is over
 LENGTHS = (64, 256, 1024, 4096, 32_768)  # of prompts, where that matters
+NEEDS = "derender"
+SHORT = 512  # uncached tokens that are too few for a prefill
 AT_A_TIME = 16  # requests that are parsed, and then chosen for
 
 
@@ -45,18 +51,22 @@ class Case:
     workers: int
     prompt_tokens: int
     max_inflight: int = 0
-    all_tokens: bool = False
+    counts_uncached: bool = False
+    mixed: bool = False
+    new: bool = False  # each prompt is one that was never seen
 
     def __str__(self) -> str:
-        with_it = ["max_inflight"] * bool(self.max_inflight) + ["min_uncached_tokens"] * self.all_tokens
-        return " with ".join(f"`{name}`" for name in (self.policy, *with_it))
+        with_it = [" with `max_inflight`"] * bool(self.max_inflight)
+        with_it += [" with `min_uncached_tokens`"] * self.counts_uncached
+        with_it += [", mixed pool"] * self.mixed + [", new prompts"] * self.new
+        return "".join((f"`{self.policy}`", *with_it))
 
 
-def requests(numbers: Iterable[int], prompt_tokens: int) -> list[RequestContext]:
+def requests(numbers: Iterable[int], case: Case) -> list[RequestContext]:
     """Return requests of some conversations, as they are when render has just answered."""
-    found = []
+    found, prompt_tokens = [], case.prompt_tokens
     for number in numbers:
-        at = number % CONVERSATIONS
+        at = number + CONVERSATIONS if case.new else number % CONVERSATIONS
         rendered = loads_rendered(dumps({"token_ids": list(range(at, at + prompt_tokens)), "model": "m"}))
         found.append(RequestContext("r", "r-1", Format.CHAT, {"model": "m"}, (), {}, True, rendered=rendered))
     return found
@@ -65,14 +75,21 @@ def requests(numbers: Iterable[int], prompt_tokens: int) -> list[RequestContext]
 class Legs:
     """So many legs that are under way, the oldest of which ends when one begins."""
 
-    def __init__(self, router: PoolRouter, most: int) -> None:
+    def __init__(self, router: PoolRouter, most: int, case: Case) -> None:
         self._router = router
         self._most = most
+        self._needs = NEEDS if case.mixed else ""
+        self._counts = case.counts_uncached
+        self._begun = 0
         self._open: deque[tuple[Worker, int]] = deque()
 
     def begin(self, ctx: RequestContext) -> None:
         router = self._router
-        worker = router.pick(ctx)
+        self._begun += 1
+        failed = [self._open[-1][0]] if self._needs and self._open and not self._begun % 10 else ()
+        if self._counts:
+            router.uncached_tokens(ctx, SHORT)
+        worker = router.pick(ctx, failed, self._needs)
         assert worker is not None
         tokens = router.sending(ctx, worker)
         worker.begin(tokens)
@@ -85,9 +102,9 @@ class Legs:
 
 def microseconds(case: Case, choices: int, in_flight: int, rounds: int) -> float:
     """Return what one choice costs of a processor's time, with all that it has in its wake, in the best round."""
-    legs, spent = Legs(made(case), in_flight), []
+    legs, spent = Legs(made(case), in_flight, case), []
     for number in range(-CONVERSATIONS, choices * rounds, AT_A_TIME):
-        first, *contexts = requests(range(number - 1, number + AT_A_TIME), case.prompt_tokens)
+        first, *contexts = requests(range(number - 1, number + AT_A_TIME), case)
         legs.begin(first)
         begun = time.thread_time_ns()
         for ctx in contexts:
@@ -102,15 +119,26 @@ def microseconds(case: Case, choices: int, in_flight: int, rounds: int) -> float
 def made(case: Case) -> PoolRouter:
     urls = [f"http://10.0.{number // 250}.{number % 250}:8000" for number in range(case.workers)]
     pool = Pool.model_validate({"endpoints": urls, "policy": case.policy, "max_inflight": case.max_inflight})
-    return pool_router("decode", pool, Members(urls), None, all_tokens=case.all_tokens)
+    router = pool_router("decode", pool, Members(urls), None, counts_uncached=case.counts_uncached)
+    if case.mixed:
+        assert router.health is not None
+        log.setLevel(logging.ERROR)
+        for number, worker in enumerate(router.known()):
+            router.learn(worker, {NEEDS: "it is too old"} if number < case.workers // 2 else {})
+            for _ in range(0 if number % 10 else 2):
+                router.health.probed(worker, "503")
+    return router
 
 
 def cases(workers: int) -> Iterator[Case]:
     for policy in get_args(PolicyName):
         for prompt_tokens in LENGTHS if policy == "prefix_affinity" else (1024,):
             yield Case(policy, workers, prompt_tokens)
+        yield Case(policy, workers, 1024, mixed=True)
     for prompt_tokens in (1024, 32_768):
-        yield Case("prefix_affinity", workers, prompt_tokens, all_tokens=True)
+        yield Case("prefix_affinity", workers, prompt_tokens, counts_uncached=True)
+    for prompt_tokens in (1024, 32_768):
+        yield Case("prefix_affinity", workers, prompt_tokens, new=True)
     yield Case("least_inflight", workers, 1024, max_inflight=64)
 
 

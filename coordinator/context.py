@@ -195,7 +195,7 @@ class RequestContext:
     on_late_handover: Callable[[RequestContext], None] = _nobody_left
     failed: list[Any] = field(default_factory=list)
     prompt_tokens: int | None = None
-    chains: dict[Any, Sequence[int]] = field(default_factory=dict)
+    chains: dict[Any, Any] = field(default_factory=dict)
     places: Places | None = None
     heard: dict[str, list[str]] = field(default_factory=dict)
     carried: dict[str, str] = field(default_factory=dict)

@@ -108,7 +108,7 @@ class _Scribe:
     def serves(self, ctx: RequestContext, role: str) -> bool:
         return self._links[role].router.serves(ctx)
 
-    def uncached_tokens(self, ctx: RequestContext, role: str) -> int | None:
+    def uncached_tokens(self, ctx: RequestContext, role: str, most: int) -> int | None:
         return None  # stand-in tokens say nothing of a prompt; a new and long one is what shows the whole pipeline
 
     async def post_json(self, ctx: RequestContext, leg: Leg, *, accept: tuple[int, ...] = ()) -> Reply:

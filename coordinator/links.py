@@ -56,7 +56,7 @@ def links(config: Config, steps: Sequence[Step], credentials: Credentials | Clos
             at: Path = ("pools", role)
             headers, tls = credentials.headers(pool, at), credentials.verification(pool, at)
             found[role] = RoleLink(
-                _pool_router(config, role, pool, headers, tls, all_tokens=role == "decode" and counts),
+                _pool_router(config, role, pool, headers, tls, counts_uncached=role == "decode" and counts),
                 pool.max_idle_conns_per_host,
                 pool.idle_conn_timeout,
                 tls=tls,
@@ -95,10 +95,10 @@ def _pool_router(
     headers: Sequence[tuple[str, str]],
     tls: ssl.SSLContext | None,
     *,
-    all_tokens: bool,
+    counts_uncached: bool,
 ) -> PoolRouter | HeaderRouter:
     if pool.header is None:
-        return pool_router(role, pool, Members(pool.endpoints or (), headers), tls, all_tokens=all_tokens)
+        return pool_router(role, pool, Members(pool.endpoints or (), headers), tls, counts_uncached=counts_uncached)
     assert pool.allow is not None
     if pool is config.pools.encode:
         return HeaderRouter(pool.header, pool.allow, spread=True, headers=headers)

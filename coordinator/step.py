@@ -253,8 +253,12 @@ class Upstream(Protocol):
             BadRequest: the name is no name, or there is none and the role cannot be left out.
         """
 
-    def uncached_tokens(self, ctx: RequestContext, role: str) -> int | None:
-        """Return how many of the prompt's tokens the role's worker was not sent before; None where nobody can say."""
+    def uncached_tokens(self, ctx: RequestContext, role: str, most: int) -> int | None:
+        """Return how many of the prompt's tokens the role's worker was not sent before; None where nobody can say.
+
+        Args:
+            most: from so many on they need not be counted.
+        """
 
     async def post_json(self, ctx: RequestContext, leg: Leg, *, accept: tuple[int, ...] = ()) -> Reply:
         """Send a leg and read its whole JSON answer.

@@ -125,8 +125,8 @@ class HttpUpstream:
             return worker
         raise NoWorker(role, f"there is no {role} worker", headers={"Retry-After": "1"})
 
-    def uncached_tokens(self, ctx: RequestContext, role: str) -> int | None:
-        return self.links[role].router.uncached_tokens(ctx, ctx.failed)
+    def uncached_tokens(self, ctx: RequestContext, role: str, most: int) -> int | None:
+        return self.links[role].router.uncached_tokens(ctx, most, ctx.failed)
 
     def post_json(self, ctx: RequestContext, leg: Leg, *, accept: tuple[int, ...] = ()) -> Coroutine[Any, Any, Reply]:
         return self._attempt(ctx, leg, self._answered, accept)

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 CHARACTERS_PER_ID = 6
 """Of a prompt of most models, with the comma."""
 
+_LONGEST_ID = 11  # of 32 bits, with the comma
+
 # What may stand between the brackets becomes 0, all else x.
 _LOOKED_AT = bytes(48 if byte in b"0123456789," else 120 for byte in range(256))
 
@@ -58,9 +60,9 @@ class TokenIds(Sequence[int]):
             self._numbers = _numbers(self.raw)
         return self._numbers
 
-    def behind(self, place: int) -> int:
-        """Return how many ids end behind a place in the text."""
-        return self.raw.count(b",", place) + 1
+    def behind(self, place: int, most: int) -> int:
+        """Return how many ids end behind a place in the text, or ``most`` where there is text enough for so many."""
+        return most if len(self.raw) - place > most * _LONGEST_ID else self.raw.count(b",", place) + 1
 
     def about(self) -> int:
         """Return how many there are, or about how many: to count those of 1 MB takes 1.5 ms."""

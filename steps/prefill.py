@@ -121,9 +121,10 @@ class Prefill:
         most_out, fewest_in = asked_output(ctx.api, ctx.body), self.params.min_uncached_tokens
         if most_out is not None and most_out < self.params.min_output_tokens:
             return "few_output_tokens"
-        if fewest_in and (uncached := upstream.uncached_tokens(ctx, "decode")) is not None and uncached < fewest_in:
-            return "few_uncached_tokens"
-        return None
+        if not fewest_in:
+            return None
+        uncached = upstream.uncached_tokens(ctx, "decode", fewest_in)
+        return "few_uncached_tokens" if uncached is not None and uncached < fewest_in else None
 
     async def _ask(self, ctx: RequestContext, upstream: Upstream, fmt: Format) -> Reply:
         generate = ctx.rendered or ctx.body

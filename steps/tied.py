@@ -65,7 +65,7 @@ class Tied:
     def serves(self, ctx: RequestContext, role: str) -> bool:
         return self._upstream.serves(ctx, role)
 
-    def uncached_tokens(self, ctx: RequestContext, role: str) -> int | None:
+    def uncached_tokens(self, ctx: RequestContext, role: str, most: int) -> int | None:
         return None  # settled for both legs, before either began
 
     def choose(self, ctx: RequestContext, role: str, needs: str = "") -> Peer:

@@ -5,29 +5,35 @@ saw the most of it. Any other goes where a hash ring puts its first unseen block
 system prompt are spread, each to a place that every replica of the coordinator comes to by itself. Nobody is sent a
 prompt while he has more than his share in flight: then the next on the ring has it.
 
+For who counts uncached tokens the ends of prompts are remembered too: the next turn of a conversation goes on there.
+
 Source: V. Mirrokni et al., "Consistent Hashing with Bounded Loads"; the threshold of a half is SGLang router's.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from copy import copy
 from dataclasses import dataclass
+from itertools import islice
 from random import getrandbits
 from typing import TYPE_CHECKING
 
-from coordinator.routing.blocks import chain, tokens_behind
+from coordinator.routing.blocks import prompt, tokens_behind
 from coordinator.routing.ring import Ring
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from coordinator.context import RequestContext
-    from coordinator.routing.blocks import Marks
+    from coordinator.routing.blocks import Marks, Prompt
     from coordinator.routing.policies import Usable
     from coordinator.routing.router import PoolLoad, Worker
 
 _HOLDERS = 4  # workers that are remembered for a block
+_ENDS = 8  # ends of prompts that are remembered between a mark and the next
 _SEEN_ENOUGH = 0.5
+_NEAR = 64  # places on the ring: with a limit of 1.25 times the mean, at least a fifth of the workers are below it
 
 
 @dataclass(slots=True, eq=False)
@@ -58,41 +64,69 @@ class PrefixAffinity:
         self._free_tokens = free_tokens
         self._stays: dict[Worker, _Stay] = {}
         self._table: OrderedDict[int, tuple[_Stay, ...]] = OrderedDict()
+        self._ends: OrderedDict[int, tuple[int, ...]] = OrderedDict()
         self._ring = Ring()
+        self._workers: frozenset[Worker] = frozenset()
+        self._leads = True  # or goes by the table of one that has more workers
         self._last = 0, 0  # how many blocks the chosen worker was sent before, of how many
 
     def use(self, workers: Sequence[Worker]) -> None:
-        before = self._stays
-        self._stays = {worker: before.get(worker) or _Stay(worker) for worker in workers}
-        for worker in before.keys() - self._stays.keys():
-            before[worker].here = False
         self._ring.use(workers)
+        self._workers = frozenset(workers)
+        if not self._leads:
+            return
+        stays = self._stays
+        for worker in [worker for worker in stays if worker not in self._workers]:
+            stays.pop(worker).here = False
+        for worker in workers:
+            stays.setdefault(worker, _Stay(worker))
+
+    def beside(self) -> PrefixAffinity:
+        """Return one with a ring of its own, which goes by this one's table; who is told of prompts is this one."""
+        other = copy(self)
+        other._ring, other._leads = Ring(), False
+        return other
 
     def take_over(self, before: PrefixAffinity) -> None:
         """Go on with another's table, which begins with an empty one; with other marks it says nothing."""
         if before._marks is self._marks:
             self._table, before._table = before._table, OrderedDict()
+            self._ends, before._ends = before._ends, OrderedDict()
             self._stays, before._stays = before._stays, {worker: _Stay(worker) for worker in before._stays}
 
     def choose(self, ctx: RequestContext, usable: Usable = None, *, again: bool = False) -> Worker | None:
-        numbers, limit = chain(ctx, self._marks), self._limit()
-        worker, seen = self._of_those_sent_it(numbers, limit, usable)
+        asked, limit = prompt(ctx, self._marks), self._limit()
+        worker, seen = self._of_those_sent_it(asked, limit, usable if self._leads else self._mine(usable))
         if worker is None:
-            # A prompt shorter than a block has nothing worth keeping together, so any place will do.
-            place = numbers[min(seen, len(numbers) - 1)] if numbers else getrandbits(64) - (1 << 63)
-            worker = self._by_ring(place, limit, usable)
+            worker = self._by_ring(self._place(asked, seen), limit, usable)
         return worker
 
     def remember(self, ctx: RequestContext, worker: Worker) -> None:
         """Note that a worker is sent this request's prompt."""
         if (stay := self._stays.get(worker)) is not None:
-            self._remember(chain(ctx, self._marks), stay)
+            sent = prompt(ctx, self._marks)
+            marks = self._marks.blocks[: sent.marks]
+            ends = self._marks.spread and marks and sent.blocks > marks[-1]
+            if ends and not self._remember(sent, [sent.blocks], stay):
+                self._note_end(sent.number(marks[-1]), sent.blocks)
+            self._remember(sent, marks, stay)
 
-    def uncached_tokens(self, ctx: RequestContext, usable: Usable = None) -> int:
-        """Return how many of a prompt's tokens the worker that would be chosen now was not sent before."""
-        self._of_those_sent_it(chain(ctx, self._marks), self._limit(), usable)
+    def uncached_tokens(self, ctx: RequestContext, most: int, usable: Usable = None) -> int:
+        """Return how many of a prompt's tokens the worker that would be chosen now was not sent before.
+
+        Args:
+            most: from so many on they need not be counted.
+        """
+        asked = prompt(ctx, self._marks)
+        worker, _ = self._of_those_sent_it(asked, self._limit(), usable)
         known, _ = self._last
-        return tokens_behind(ctx, self._marks, known)
+        if worker is not None:
+            stay = self._stays.get(worker)
+            for end in sorted(self._ends.get(asked.number(known), ()), reverse=True):
+                if end <= asked.blocks and stay in self._table.get(asked.number(end), ()):
+                    known = end
+                    break
+        return tokens_behind(ctx, self._marks, known, most)
 
     def why(self, worker: Worker) -> str:
         known, blocks = self._last
@@ -104,61 +138,96 @@ class PrefixAffinity:
             how = f"by hash of {blocks} blocks"
         return f"{how}, with {worker.in_flight} legs and {worker.tokens} tokens in flight"
 
-    def _of_those_sent_it(self, numbers: Sequence[int], limit: float, usable: Usable) -> tuple[Worker | None, int]:
+    def _of_those_sent_it(self, asked: Prompt, limit: float, usable: Usable) -> tuple[Worker | None, int]:
         """Return the worker that was sent the most, if that is enough; of several the one with the least load.
 
-        Beside it: how many marks were sent to somebody who is still here.
+        Beside it: how many marks were sent to somebody who is still here, 0 where that is not enough.
         """
         table, blocks = self._table, self._marks.blocks
-        whole = blocks[len(numbers) - 1] if numbers else 0
+        whole = blocks[asked.marks - 1] if asked.marks else 0
         self._last = 0, whole
         seen, before = 0, None
-        for mark in range(len(numbers), 0, -1):
-            enough = blocks[mark - 1] >= _SEEN_ENOUGH * whole
-            if seen and not enough:
+        for mark in range(asked.marks, 0, -1):
+            if blocks[mark - 1] < _SEEN_ENOUGH * whole:
                 break
-            holders = table.get(numbers[mark - 1])
+            holders = table.get(asked.number(blocks[mark - 1]))
             if holders is None or holders is before:
                 continue
             before = holders
-            if enough and (worker := _least(holders, limit, usable)) is not None:
+            if (worker := _least(holders, limit, usable)) is not None:
                 self._last = blocks[mark - 1], whole
                 return worker, mark
-            if not seen and any(stay.here for stay in holders):
-                seen = mark
+            seen = seen or (mark if _any_here(holders) else 0)
         return None, seen
 
+    def _place(self, asked: Prompt, seen: int) -> int:
+        """Return where the ring has a prompt: by the first mark that was sent to nobody who is still here."""
+        if not asked.marks:
+            # A prompt shorter than a block has nothing worth keeping together, so any place will do.
+            return getrandbits(64) - (1 << 63)
+        blocks = self._marks.blocks
+        while seen < asked.marks - 1 and _any_here(self._table.get(asked.number(blocks[seen]), ())):
+            seen += 1
+        return asked.place(blocks[min(seen, asked.marks - 1)])
+
+    def _mine(self, usable: Usable) -> Callable[[Worker], bool]:
+        workers = self._workers
+        return lambda worker: worker in workers and (usable is None or usable(worker))
+
     def _by_ring(self, place: int, limit: float, usable: Usable) -> Worker | None:
-        least = None
-        for worker in self._ring.after(place):
-            if usable is not None and not usable(worker):
-                continue
-            if worker.tokens <= limit:
-                return worker
-            least = worker if least is None or worker.tokens < least.tokens else least
-        return least
+        """Return the next worker that is not above the limit; of those near by the least loaded, where all are."""
+        near = islice(self._ring.after(place), _NEAR)
+        # Where none of these may be chosen, few may at all, and their places do not matter any more.
+        for workers in (near, self._workers):
+            least = None
+            for worker in workers:
+                if usable is not None and not usable(worker):
+                    continue
+                if worker.tokens <= limit:
+                    return worker
+                least = worker if least is None or worker.tokens < least.tokens else least
+            if least is not None:
+                return least
+        return None
 
     def _limit(self) -> float:
         """Return the load above which a worker gets nothing more; never all of them are above it."""
-        return max(self._max_load * self._pool.tokens / (len(self._stays) or 1), self._free_tokens)
+        return max(self._max_load * self._pool.tokens / (len(self._workers) or 1), self._free_tokens)
 
-    def _remember(self, numbers: Sequence[int], stay: _Stay) -> None:
+    def _remember(self, sent: Prompt, marks: Sequence[int], stay: _Stay) -> bool:
+        """Note what was sent up to each mark; say whether a part of it had been before."""
         table = self._table
         alone: tuple[_Stay, ...] = (stay,)
-        before, now = alone, alone
-        for number in reversed(numbers):
+        before, now, known = alone, alone, False
+        for blocks in reversed(marks):
+            number = sent.number(blocks)
             holders = table.get(number)
             if holders is None:
                 table[number] = alone
                 continue
             table.move_to_end(number)
-            if stay in holders:  # and so it is in what comes before it
+            if known := stay in holders:  # and so it is in what comes before it
                 break
             if holders is not before:  # what went the same way shares one tuple
                 before, now = holders, (stay, *holders[: _HOLDERS - 1])
             table[number] = now
         while len(table) > self._remembered_blocks:
             table.popitem(last=False)
+        return known
+
+    def _note_end(self, mark: int, blocks: int) -> None:
+        """Note that a prompt ends behind so many blocks, of those whose last mark has this number."""
+        ends = self._ends
+        before = ends.get(mark, ())
+        if blocks not in before:
+            ends[mark] = (blocks, *before[: _ENDS - 1])
+        ends.move_to_end(mark)
+        if len(ends) > self._remembered_blocks:
+            ends.popitem(last=False)
+
+
+def _any_here(holders: Sequence[_Stay]) -> bool:
+    return any(stay.here for stay in holders)
 
 
 def _least(holders: Sequence[_Stay], limit: float, usable: Usable) -> Worker | None:

@@ -1,11 +1,11 @@
-"""What a prompt begins with, as a chain of numbers: where two prompts begin alike, so do their chains.
+"""What a prompt begins with, as numbers at a few marks: where two prompts begin alike, so do their numbers.
 
 A number stands for everything up to a mark in the prompt, as the block hashes of vLLM's prefix cache do, and like there
-it depends on the model (a LoRA adapter is one), the cache salt, and the media inside. Numbers are the same in every
-process, so that replicas agree on them. They are no secret and no proof: a wrong guess costs a cache hit at most.
+it depends on the model (a LoRA adapter is one), the cache salt, and the media inside. It is no proof: a wrong one costs
+a cache hit at most. Replicas have numbers of their own, and agree on the places where prompts belong.
 
-To read all of a prompt takes 7 ns a token, which for a long one is too much for a choice among workers. Prompts that
-differ somewhere mostly differ from there on, so it is enough to look into them here and there.
+To read all of a prompt is too much for a choice among workers. Prompts that differ somewhere mostly differ from there
+on, so it is enough to look into their first block, where dates and names often stand, and right before the mark.
 """
 
 from __future__ import annotations
@@ -19,106 +19,138 @@ from envelope.prompt import CHARACTERS_PER_TOKEN, beginning, count_tokens, known
 from envelope.token_ids import CHARACTERS_PER_ID, TokenIds
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from coordinator.context import RequestContext
     from envelope.json_codec import Json
 
 # Of a prompt that is text; what is behind it does not matter for the choice any more.
 _MAX_BYTES = 1 << 20
-_STEPS = 2  # marks from one power of two to the next
-_BEFORE = 16  # tokens that are read before each but the first
-_UNITS = (1, CHARACTERS_PER_TOKEN, CHARACTERS_PER_ID)
+_BEFORE = 16  # tokens that are read before a mark
+_SPREAD = 64  # tokens, or words of text, that are read of all that is before it
+_WORD = 8  # characters: a digit alone may be the same in most tokens
 
 
 class Marks:
-    """The places at which prompts are compared, and what of them is read there.
+    """The places at which prompts are compared: behind 1, 2, 3, 4, 6, 8, 12, 16, 24 .. blocks.
+
+    So a prompt has few of them however long it is.
 
     Args:
-        block_tokens: tokens of a block; marks are at the ends of blocks.
-        all_tokens: there is a mark behind every block, and all is read. Otherwise they are behind 1, 2, 3, 4, 6, 8, 12,
-            16, 24 .. blocks, so that a prompt has few of them however long it is. The first block is read, where dates
-            and names often stand, and a few tokens before each mark.
+        block_tokens: tokens of a block.
+        spread: all that is before a mark is read here and there too, as what is in a worker's cache is counted by it.
 
     Attributes:
         blocks: how many there are before each mark.
     """
 
-    def __init__(self, block_tokens: int, all_tokens: bool) -> None:
+    def __init__(self, block_tokens: int, spread: bool) -> None:
         self.block_tokens = block_tokens
-        self.blocks: list[int] = []
-        self._all = all_tokens
-        self._step = 1
-        self._cuts: dict[int, list[slice]] = {unit: [] for unit in _UNITS}
-
-    def cuts(self, length: int, unit: int) -> Sequence[slice]:
-        """Return what is read for each mark of a prompt of that length, where a token takes so many units of it."""
-        return self._cuts[unit][: self._within(length // (self.block_tokens * unit))]
-
-    def first_behind(self, token: int) -> int:
-        """Return the number of the first mark behind a token."""
-        return self._within(token // self.block_tokens)
-
-    def _within(self, blocks: int) -> int:
-        """Return how many marks there are in so many blocks."""
-        while not self.blocks or self.blocks[-1] <= blocks:
-            self._add()
-        return bisect_right(self.blocks, blocks)
-
-    def _add(self) -> None:
-        before = self.blocks[-1] if self.blocks else 0
-        if before == 2 * _STEPS * self._step and not self._all:
-            self._step *= 2
-        self.blocks.append(before + self._step)
-        start, stop = before * self.block_tokens, self.blocks[-1] * self.block_tokens
-        if before and not self._all:
-            start = max(start, stop - _BEFORE)
-        for unit, cuts in self._cuts.items():
-            cuts.append(slice(start * unit, stop * unit))
+        self.spread = spread
+        self.blocks = [1, *(many << power for power in range(40) for many in (2, 3))]
 
 
 @cache
-def marks(block_tokens: int, all_tokens: bool) -> Marks:
-    """Return what all have in common who want such marks, so that a request's chain is made once for them."""
-    return Marks(block_tokens, all_tokens)
+def marks(block_tokens: int, spread: bool) -> Marks:
+    """Return what all have in common who want such marks, so that a request's numbers are made once for them."""
+    return Marks(block_tokens, spread)
 
 
-def chain(ctx: RequestContext, where: Marks) -> Sequence[int]:
-    """Return one number for each mark in the request's prompt."""
-    tokens = known_tokens(ctx.api, ctx.body, ctx.rendered)
-    key = (where, tokens is None)
-    if (found := ctx.chains.get(key)) is None:
-        if tokens is None:
-            before, said = beginning(ctx.body, _MAX_BYTES)
-            found = _of_bytes(hash((_seed(ctx.body), crc32(before))), said, where, CHARACTERS_PER_TOKEN)
-        else:
-            found = _of_tokens(ctx.body if ctx.rendered is None else ctx.rendered, tokens, where)
-        ctx.chains[key] = found
+class Prompt:
+    """The numbers of one prompt, each made when somebody asks for it.
+
+    Attributes:
+        blocks: whole blocks.
+        marks: how many there are.
+        rendered: a renderer made the tokens.
+    """
+
+    __slots__ = (
+        *("_begin", "_block", "_known", "_media", "_said", "_seed", "_spread", "_unit"),
+        *("blocks", "marks", "rendered"),
+    )
+
+    def __init__(
+        self,
+        seed: int,
+        said: bytes | Sequence[int],
+        unit: int,
+        where: Marks,
+        *,
+        media: Sequence[tuple[int, int]] = (),
+        rendered: bool = False,
+    ) -> None:
+        self._seed = seed
+        self._said = said
+        self._unit = unit
+        self._spread = where.spread
+        self._media = media
+        self.rendered = rendered
+        self._block = where.block_tokens * unit
+        self.blocks = (len(said) - isinstance(said, bytes)) // self._block
+        self.marks = bisect_right(where.blocks, self.blocks)
+        self._begin = self._hash(seed, 0, self._block)
+        self._known: dict[int, int] = {}
+
+    def number(self, blocks: int) -> int:
+        """Return what stands for so many blocks."""
+        if (found := self._known.get(blocks)) is None:
+            stop = blocks * self._block
+            found = self._hash(self._begin, stop - _BEFORE * self._unit, stop)
+            if self._spread:
+                found = self._hash_of_all(found, stop)
+            self._known[blocks] = found
+        return found
+
+    def place(self, blocks: int) -> int:
+        """Return where a prompt that begins with so many blocks belongs, which is the same in every process."""
+        said, stop = self._said, blocks * self._block
+        # The hash of a tuple of numbers does not differ from process to process, as that of a text does.
+        if isinstance(said, bytes):
+            return hash((self._seed, crc32(said[: self._block]), crc32(said[stop - _BEFORE * self._unit : stop])))
+        return self.number(blocks)
+
+    def _hash(self, number: int, start: int, stop: int) -> int:
+        said = self._said
+        if isinstance(said, bytes):
+            return hash((number, said[start:stop]))
+        return hash((number, *said[start:stop], *(each for place, each in self._media if place < stop)))
+
+    def _hash_of_all(self, number: int, stop: int) -> int:
+        """Return what stands for all that is before a place, of which a part is read, the same distance apart."""
+        said = self._said
+        if not isinstance(said, bytes):
+            return hash((number, *said[: stop : stop // _SPREAD or 1]))
+        words = memoryview(said)[: stop - stop % _WORD].cast("Q")
+        return hash((number, words[:: len(words) // _SPREAD or 1].tobytes()))
+
+
+def prompt(ctx: RequestContext, where: Marks) -> Prompt:
+    """Return the request's prompt, which may be text until it is rendered."""
+    found: Prompt | None = ctx.chains.get(where)
+    if found is None or found.rendered != (ctx.rendered is not None):
+        found = ctx.chains[where] = _prompt(ctx, where)
     return found
 
 
-def tokens_behind(ctx: RequestContext, where: Marks, blocks: int) -> int:
-    """Return how many of a prompt's tokens are behind its first blocks."""
+def _prompt(ctx: RequestContext, where: Marks) -> Prompt:
+    tokens, rendered = known_tokens(ctx.api, ctx.body, ctx.rendered), ctx.rendered is not None
+    if tokens is None:
+        before, said = beginning(ctx.body, _MAX_BYTES)
+        return Prompt(hash((_seed(ctx.body), crc32(before))), said, CHARACTERS_PER_TOKEN, where)
+    generate = ctx.body if ctx.rendered is None else ctx.rendered
+    media = _media(generate)  # whose places are told in tokens
+    if isinstance(tokens, TokenIds) and not media:
+        return Prompt(_seed(generate), tokens.raw, CHARACTERS_PER_ID, where, rendered=rendered)
+    return Prompt(_seed(generate), tokens, 1, where, media=media, rendered=rendered)
+
+
+def tokens_behind(ctx: RequestContext, where: Marks, blocks: int, most: int) -> int:
+    """Return how many of a prompt's tokens are behind its first blocks; from ``most`` on they need not be counted."""
     tokens = known_tokens(ctx.api, ctx.body, ctx.rendered)
-    if isinstance(tokens, TokenIds) and not _has_media(ctx.rendered):
-        return tokens.behind(blocks * where.block_tokens * CHARACTERS_PER_ID)
+    if isinstance(tokens, TokenIds) and not _media(ctx.rendered):
+        return tokens.behind(blocks * where.block_tokens * CHARACTERS_PER_ID, most)
     return count_tokens(ctx.api, ctx.body, ctx.rendered) - blocks * where.block_tokens
-
-
-def _of_tokens(generate: Json, tokens: Sequence[int], where: Marks) -> Sequence[int]:
-    number = _seed(generate)
-    if _has_media(generate):  # whose places are told in tokens
-        media = _media(generate["features"], where)
-        cuts = where.cuts(len(tokens), 1)
-        return [number := hash((number, *tokens[cut], *media.get(mark, ()))) for mark, cut in enumerate(cuts)]
-    if isinstance(tokens, TokenIds):
-        return _of_bytes(number, tokens.raw, where, CHARACTERS_PER_ID)
-    # The hash of a tuple of numbers does not differ from process to process, as that of a text does.
-    return [number := hash((number, *tokens[cut])) for cut in where.cuts(len(tokens), 1)]
-
-
-def _of_bytes(number: int, text: bytes, where: Marks, unit: int) -> Sequence[int]:
-    return [number := hash((number, crc32(text[cut]))) for cut in where.cuts(len(text) - 1, unit)]
 
 
 def _seed(body: Json) -> int:
@@ -130,16 +162,14 @@ def _number(text: Any) -> int:
     return crc32(str(text).encode(errors="replace"))
 
 
-def _has_media(generate: Json | None) -> bool:
-    return bool(generate and generate.get("features"))
+def _media(generate: Mapping[str, Any] | None) -> Sequence[tuple[int, int]]:
+    """Return where media begin, in tokens, and a number for each: their placeholder tokens are all the same."""
+    features = generate and generate.get("features")
+    return tuple(_hashes(features)) if isinstance(features, dict) else ()
 
 
-def _media(features: Any, where: Marks) -> dict[int, list[int]]:
-    """Return, by mark, the hashes of the media that begin before it: their placeholder tokens are all the same."""
-    found: dict[int, list[int]] = {}
-    if isinstance(features, dict):
-        for modality, hashes in (features.get("mm_hashes") or {}).items():
-            places = (features.get("mm_placeholders") or {}).get(modality, ())
-            for each, place in zip(hashes, places, strict=False):
-                found.setdefault(where.first_behind(place["offset"]), []).append(_number(each))
-    return found
+def _hashes(features: Json) -> Iterable[tuple[int, int]]:
+    for modality, hashes in (features.get("mm_hashes") or {}).items():
+        places = (features.get("mm_placeholders") or {}).get(modality, ())
+        for each, place in zip(hashes, places, strict=False):
+            yield place["offset"], _number(each)

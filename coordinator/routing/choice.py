@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 
 
 def pool_router(
-    role: str, pool: Pool, members: Members, tls: ssl.SSLContext | None, *, all_tokens: bool = False
+    role: str, pool: Pool, members: Members, tls: ssl.SSLContext | None, *, counts_uncached: bool = False
 ) -> PoolRouter:
     """Return the router of a pool.
 
     Args:
         members: its workers, however they are found.
-        all_tokens: somebody asks how many tokens of a prompt a worker was not sent before.
+        counts_uncached: somebody asks how many tokens of a prompt a worker was not sent before.
     """
     watch = None
     if pool.policy == "load_aware":
         policy, watch = _load_aware(pool, members, tls)
     else:
-        policy = _policy(pool, members, all_tokens)
+        policy = _policy(pool, members, counts_uncached)
     return PoolRouter(
         members,
         policy,
@@ -45,7 +45,7 @@ def pool_router(
     )
 
 
-def _policy(pool: Pool, members: Members, all_tokens: bool) -> Policy:
+def _policy(pool: Pool, members: Members, counts_uncached: bool) -> Policy:
     params = pool.policy_params
     match pool.policy:
         case "random":
@@ -55,7 +55,7 @@ def _policy(pool: Pool, members: Members, all_tokens: bool) -> Policy:
         case "least_inflight":
             return LeastLoaded(members.load)
         case "prefix_affinity":
-            where = marks(params.block_tokens, all_tokens)
+            where = marks(params.block_tokens, counts_uncached)
             return PrefixAffinity(members.load, where, params.remembered_blocks, params.max_load, params.free_tokens)
         case _:
             return RoundRobin()
@@ -65,7 +65,7 @@ def _load_aware(pool: Pool, members: Members, tls: ssl.SSLContext | None) -> tup
     params, reports = pool.policy_params, Reports()
     policy = LeastLoaded(members.load, reports.pressure, reports.told)
     asking = Asking(params.scrape_interval, params.scrape_timeout, params.stale_after, tls)
-    return policy, LoadWatch(reports, lambda: members.workers, policy.enter, asking)
+    return policy, LoadWatch(reports, lambda: members.workers, members.load.changed, asking)
 
 
 def _limits(params: HealthParams) -> HealthLimits:

@@ -43,7 +43,7 @@ class GatewayRouter:
     def why(self, ctx: RequestContext, worker: Worker) -> str:
         return "the endpoint picker behind the gateway chooses"
 
-    def uncached_tokens(self, ctx: RequestContext, tried: Sequence[Worker] = ()) -> int | None:
+    def uncached_tokens(self, ctx: RequestContext, most: int, tried: Sequence[Worker] = ()) -> int | None:
         return None
 
     def sending(self, ctx: RequestContext, worker: Worker) -> int:

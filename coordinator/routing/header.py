@@ -86,7 +86,7 @@ class HeaderRouter:
     def why(self, ctx: RequestContext, worker: Worker) -> str:
         return f"named by the header {self._header}"
 
-    def uncached_tokens(self, ctx: RequestContext, tried: Sequence[Worker] = ()) -> int | None:
+    def uncached_tokens(self, ctx: RequestContext, most: int, tried: Sequence[Worker] = ()) -> int | None:
         return None
 
     def sending(self, ctx: RequestContext, worker: Worker) -> int:

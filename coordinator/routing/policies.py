@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 import random
-from itertools import count
+from itertools import chain, count
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     """Says which workers may be chosen; None is all of them."""
 
 
-# Draws that may miss before the workers are looked through: they do where most are full, or were tried.
+# Draws that may miss before the workers are looked through from one of them on: where most are full, or were tried.
 _DRAWS = 4
 
 
@@ -49,6 +49,9 @@ class Policy(Protocol):
     def why(self, worker: Worker) -> str:
         """Say why this worker, which was chosen last."""
 
+    def beside(self) -> Policy:
+        """Return one that chooses in the same way, by what this one learns, among some of the workers."""
+
 
 class RoundRobin:
     """Each in its turn."""
@@ -71,6 +74,9 @@ class RoundRobin:
                 self._turn = self._turn if again else turn
                 return workers[turn]
         return None
+
+    def beside(self) -> RoundRobin:
+        return RoundRobin()
 
     def why(self, worker: Worker) -> str:
         return f"number {self._workers.index(worker) + 1} of {len(self._workers)}"
@@ -96,8 +102,12 @@ class _ByChance:
             worker = workers[int(self._chance() * len(workers))]
             if worker is not but and (usable is None or usable(worker)):
                 return worker
-        left = [worker for worker in workers if worker is not but and (usable is None or usable(worker))]
-        return left[int(self._chance() * len(left))] if left else None
+        first = int(self._chance() * len(workers))
+        for at in chain(range(first, len(workers)), range(first)):
+            worker = workers[at]
+            if worker is not but and (usable is None or usable(worker)):
+                return worker
+        return None
 
 
 class Random(_ByChance):
@@ -107,6 +117,9 @@ class Random(_ByChance):
 
     def choose(self, ctx: RequestContext, usable: Usable = None, *, again: bool = False) -> Worker | None:
         return self._any(usable)
+
+    def beside(self) -> Random:
+        return Random(self._chance)
 
     def why(self, worker: Worker) -> str:
         return f"one of {len(self._workers)}"
@@ -121,6 +134,9 @@ class PowerOfTwo(_ByChance):
         one = self._any(usable)
         other = self._any(usable, but=one)
         return one if other is None or (one is not None and one.tokens <= other.tokens) else other
+
+    def beside(self) -> PowerOfTwo:
+        return PowerOfTwo(self._chance)
 
     def why(self, worker: Worker) -> str:
         return f"the less loaded of two, with {in_flight(worker)}"
@@ -143,7 +159,7 @@ class LeastLoaded:
     costs a few steps of the heap, however many workers there are.
 
     Args:
-        pool: tells of legs that end.
+        pool: tells of legs that end, and of what workers say of their load.
         load: what to go by.
         told: the same in words.
     """
@@ -156,12 +172,13 @@ class LeastLoaded:
         load: Callable[[Worker], float] = tokens,
         told: Callable[[Worker], str] = in_flight,
     ) -> None:
+        self._pool = pool
         self._load = load
         self._told = told
         self._numbers = count()
         self._heap: list[tuple[float, int, Worker]] = []
         self._valid: dict[Worker, int] = {}  # the number of each worker's entry
-        pool.eased = self.enter
+        pool.ordered.append(self.enter)
 
     def use(self, workers: Iterable[Worker]) -> None:
         self._valid = {worker: next(self._numbers) for worker in workers}
@@ -185,6 +202,9 @@ class LeastLoaded:
         for entry in passed_over:
             heapq.heappush(self._heap, entry)
         return worker
+
+    def beside(self) -> LeastLoaded:
+        return LeastLoaded(self._pool, self._load, self._told)
 
     def why(self, worker: Worker) -> str:
         return f"the least loaded, with {self._told(worker)}"

@@ -58,16 +58,19 @@ class PoolRouter:
         self._by_prompt = by_prompt
         self._in_use: Sequence[Worker] | None = None
         self._lacking: frozenset[str] = frozenset()  # what some of the workers do not serve
+        self._beside: dict[str, Policy] = {}  # for each of these: the choice among those that do
+        self._chose = policy
 
     def serves(self, ctx: RequestContext) -> bool:
         return True
 
     def pick(self, ctx: RequestContext, tried: Sequence[Worker] = (), needs: str = "") -> Worker | None:
         self._follow()
+        self._chose = policy = self._among(needs) if needs in self._lacking else self.policy
         again = bool(tried)
-        worker = self.policy.choose(ctx, self._usable(tried, needs, self._max_inflight), again=again)
+        worker = policy.choose(ctx, self._usable(tried, self._max_inflight), again=again)
         if worker is None and self._max_inflight:
-            worker = self.policy.choose(ctx, self._usable(tried, needs, 0), again=again)
+            worker = policy.choose(ctx, self._usable(tried, 0), again=again)
         if worker is None:
             return None
         if log.isEnabledFor(logging.DEBUG):
@@ -75,13 +78,13 @@ class PoolRouter:
         return worker
 
     def why(self, ctx: RequestContext, worker: Worker) -> str:
-        return f"by {self.name}: {self.policy.why(worker)}" if len(self.members.workers) > 1 else "the only worker"
+        return f"by {self.name}: {self._chose.why(worker)}" if len(self.members.workers) > 1 else "the only worker"
 
-    def uncached_tokens(self, ctx: RequestContext, tried: Sequence[Worker] = ()) -> int | None:
+    def uncached_tokens(self, ctx: RequestContext, most: int, tried: Sequence[Worker] = ()) -> int | None:
         if self._affinity is None:
             return None
         self._follow()
-        return self._affinity.uncached_tokens(ctx, self._usable(tried, "", self._max_inflight))
+        return self._affinity.uncached_tokens(ctx, most, self._usable(tried, self._max_inflight))
 
     def sending(self, ctx: RequestContext, worker: Worker) -> int:
         if self.health is not None and worker in self.health.on_trial:
@@ -108,6 +111,7 @@ class PoolRouter:
 
     def _gather_lacks(self) -> None:
         self._lacking = frozenset(need for each in self.members.workers for need in each.lacks)
+        self._in_use = None
 
     def why_none(self, needs: str) -> str | None:
         lacking = [why for worker in self.members.workers if (why := worker.lacks.get(needs)) is not None]
@@ -122,6 +126,7 @@ class PoolRouter:
             self.health.take_over(before.health)
         if isinstance(self.policy, PrefixAffinity) and isinstance(before.policy, PrefixAffinity):
             self.policy.take_over(before.policy)
+            self._beside.clear()
 
     def known(self) -> tuple[Worker, ...]:
         return self.members.workers
@@ -150,17 +155,29 @@ class PoolRouter:
         if used is not self._in_use:
             self._in_use = used
             self.policy.use(used)
+            for needs, policy in self._beside.items():
+                policy.use(self._serving(needs))
 
-    def _usable(self, tried: Sequence[Worker], needs: str, max_inflight: int) -> Usable:
+    def _among(self, needs: str) -> Policy:
+        """Return what chooses among the workers that serve what others do not: nobody passes over half of a pool."""
+        if (policy := self._beside.get(needs)) is None:
+            policy = self._beside[needs] = self.policy.beside()
+            policy.use(self._serving(needs))
+        return policy
+
+    def _serving(self, needs: str) -> Sequence[Worker]:
+        """Return the workers in use that serve this; nobody where all do, as then nobody asks."""
+        return [w for w in self._in_use or () if needs not in w.lacks] if needs in self._lacking else ()
+
+    def _usable(self, tried: Sequence[Worker], max_inflight: int) -> Usable:
         health = self.health
         on_trial = health.on_trial if health is not None else ()
-        if not (tried or max_inflight or on_trial or needs in self._lacking):
+        if not (tried or max_inflight or on_trial):
             return None
 
         def usable(worker: Worker) -> bool:
             return (
                 worker not in tried
-                and needs not in worker.lacks
                 and (not max_inflight or worker.in_flight < max_inflight)
                 and (worker not in on_trial or health is None or health.may_try(worker))
             )

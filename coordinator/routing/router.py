@@ -12,21 +12,21 @@ if TYPE_CHECKING:
     from envelope.errors import ApiError
 
 
-def _nobody_asks(worker: Worker) -> None:
-    """Stand for the policy where none orders workers by their load."""
-
-
 @dataclass(slots=True)
 class PoolLoad:
     """What the workers of a pool do together.
 
     Attributes:
         tokens: the sum of their tokens in flight.
-        eased: told of a worker whose leg has ended.
+        ordered: told of a worker whose load has changed in another way than by a leg that begins.
     """
 
     tokens: int = 0
-    eased: Callable[[Worker], None] = _nobody_asks
+    ordered: list[Callable[[Worker], None]] = field(default_factory=list)
+
+    def changed(self, worker: Worker) -> None:
+        for tell in self.ordered:
+            tell(worker)
 
 
 @dataclass(slots=True, eq=False)
@@ -61,7 +61,7 @@ class Worker:
         self.in_flight -= 1
         self.tokens -= tokens
         self.pool.tokens -= tokens
-        self.pool.eased(self)
+        self.pool.changed(self)
 
 
 class Router(Protocol):
@@ -83,8 +83,12 @@ class Router(Protocol):
     def why(self, ctx: RequestContext, worker: Worker) -> str:
         """Say how the worker that was picked last came to be picked."""
 
-    def uncached_tokens(self, ctx: RequestContext, tried: Sequence[Worker] = ()) -> int | None:
-        """Return how many of the prompt's tokens the next worker was not sent before; None where nobody remembers."""
+    def uncached_tokens(self, ctx: RequestContext, most: int, tried: Sequence[Worker] = ()) -> int | None:
+        """Return how many of the prompt's tokens the next worker was not sent before; None where nobody remembers.
+
+        Args:
+            most: from so many on they need not be counted.
+        """
 
     def sending(self, ctx: RequestContext, worker: Worker) -> int:
         """Note that a leg of this request goes to a worker that was picked.

@@ -60,7 +60,7 @@ class FakeUpstream:
         self.asked.append(role)
         return self._serves
 
-    def uncached_tokens(self, ctx: RequestContext, role: str) -> int | None:
+    def uncached_tokens(self, ctx: RequestContext, role: str, most: int) -> int | None:
         assert role == "decode"
         return self._uncached
 

@@ -19,11 +19,11 @@ URLS = ["http://a", "http://b", "http://c"]
 
 
 def made(
-    policy: str, urls: Sequence[str] = URLS, role: str = "decode", *, all_tokens: bool = False, **keys: Any
+    policy: str, urls: Sequence[str] = URLS, role: str = "decode", *, counts_uncached: bool = False, **keys: Any
 ) -> PoolRouter:
     """Return the router of a pool as the file would describe it."""
     pool = Pool.model_validate({"endpoints": URLS, "policy": policy, **keys})
-    return pool_router(role, pool, Members(urls), None, all_tokens=all_tokens)
+    return pool_router(role, pool, Members(urls), None, counts_uncached=counts_uncached)
 
 
 def asked(token_ids: Sequence[int] = (), body: Any = None, api: Format = Format.CHAT, **slots: Any) -> RequestContext:

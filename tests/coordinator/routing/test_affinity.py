@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coordinator.routing import blocks
 from coordinator.routing.affinity import PrefixAffinity
-from coordinator.routing.blocks import Marks, chain, marks
+from coordinator.routing.blocks import Marks, marks
 from coordinator.routing.ring import Ring
 from coordinator.routing.router import PoolLoad, Worker
 from envelope.formats import Format
@@ -22,15 +23,15 @@ from envelope.token_ids import CHARACTERS_PER_ID, TokenIds
 from tests.coordinator.routing.pools import asked, made
 
 BLOCK = 16
-SAMPLED, ALL = marks(BLOCK, False), marks(BLOCK, True)
+MARKS, COUNTING = marks(BLOCK, False), marks(BLOCK, True)
 MANY = [f"http://10.0.0.{number}:8000" for number in range(20)]
 
 
 def affinity(
-    urls: list[str] = MANY, *, all_tokens: bool = False, remembered_blocks: int = 1000
+    urls: list[str] = MANY, *, counting: bool = False, remembered_blocks: int = 1000
 ) -> tuple[PrefixAffinity, list[Worker]]:
     pool = PoolLoad()
-    policy = PrefixAffinity(pool, marks(BLOCK, all_tokens), remembered_blocks, max_load=1.25, free_tokens=1000)
+    policy = PrefixAffinity(pool, marks(BLOCK, counting), remembered_blocks, max_load=1.25, free_tokens=1000)
     workers = [Worker(url, (), pool) for url in urls]
     policy.use(workers)
     return policy, workers
@@ -39,6 +40,16 @@ def affinity(
 def prompt(number: int, blocks: int = 10) -> list[int]:
     """Return a prompt that shares no block with that of another number."""
     return [number * 1000 + at for at in range(blocks * BLOCK)]
+
+
+def numbers(ctx: Any, where: Marks = MARKS) -> list[int]:
+    """Return what stands for a prompt at each of its marks."""
+    found = blocks.prompt(ctx, where)
+    return [found.number(each) for each in where.blocks[: found.marks]]
+
+
+def uncached(policy: PrefixAffinity, token_ids: Any, **choice: Any) -> int:
+    return policy.uncached_tokens(asked(rendered={"token_ids": token_ids, "model": "m"}), most=1 << 20, **choice)
 
 
 def chosen(policy: PrefixAffinity, *token_ids: int, **slots: Any) -> Worker:
@@ -73,12 +84,13 @@ def test_replicas_that_know_nothing_of_each_other_choose_the_same_worker() -> No
     assert all(chosen(one, *prompt(number)).url == chosen(other, *prompt(number)).url for number in range(100))
 
 
-def test_blocks_have_the_same_numbers_in_every_process() -> None:
+def test_a_prompt_has_the_same_place_in_every_process() -> None:
     """Python gives texts another hash in each process; what is chosen must not depend on one."""
     code = (
-        "from tests.coordinator.routing.pools import asked; from coordinator.routing.blocks import chain, marks\n"
-        "body = {'model': 'm', 'cache_salt': 's', 'messages': [{'role': 'user', 'content': 'a' * 200}]}\n"
-        "print(*chain(asked(range(64)), marks(16, False)), *chain(asked(body=body), marks(16, False)))"
+        "from tests.coordinator.routing.pools import asked; from coordinator.routing.blocks import marks, prompt\n"
+        "body = {'model': 'm', 'cache_salt': 's', 'messages': [{'role': 'user', 'content': 'a' * 400}]}\n"
+        "prompts = [prompt(ctx, marks(16, False)) for ctx in (asked(range(96)), asked(body=body))]\n"
+        "print(*(each.place(blocks) for each in prompts for blocks in (1, 2, 5)))"
     )
     outputs = {
         subprocess.run(
@@ -136,27 +148,27 @@ def test_the_longest_prefix_that_was_sent_decides() -> None:
 
 
 def test_the_table_is_bounded_and_forgets_what_was_not_asked_for_longest() -> None:
-    policy, _ = affinity(all_tokens=True, remembered_blocks=25)
+    policy, _ = affinity(counting=True, remembered_blocks=17)
     for number in (1, 2, 1, 3):
         chosen(policy, *prompt(number))
-    assert len(policy._table) == 25
-    known = [policy.uncached_tokens(asked(prompt(number))) for number in (1, 2, 3)]
+    assert len(policy._table) == 17
+    known = [uncached(policy, prompt(number)) for number in (1, 2, 3)]
     assert known == [0, 0, 0]
-    assert policy.uncached_tokens(asked(prompt(1, 8))) == 4 * BLOCK, "what it was before it grew is asked for no more"
-    chosen(policy, *prompt(4, 7))
-    assert policy.uncached_tokens(asked(prompt(2))) == 3 * BLOCK, "its end goes first, its beginning may serve others"
+    assert uncached(policy, prompt(1, 7)) == 7 * BLOCK, "what it was before it grew is asked for no more"
+    chosen(policy, *prompt(4, 2))
+    assert uncached(policy, prompt(2)) == 2 * BLOCK, "its end goes first, its beginning may serve others"
 
 
 def test_a_worker_that_left_is_not_taken_to_have_what_it_had() -> None:
-    policy, workers = affinity(all_tokens=True)
+    policy, workers = affinity(counting=True)
     home = chosen(policy, *prompt(1))
-    assert policy.uncached_tokens(asked(prompt(1))) == 0
+    assert uncached(policy, prompt(1)) == 0
     policy.use([worker for worker in workers if worker is not home])
     assert chosen(policy, *prompt(1)) is not home
     policy.use(workers)
     chosen(policy, *prompt(2))
     policy.use([home])
-    assert policy.uncached_tokens(asked(prompt(1))) == 10 * BLOCK
+    assert uncached(policy, prompt(1)) == 10 * BLOCK
 
 
 def test_what_only_those_had_who_have_left_is_new_to_everybody() -> None:
@@ -177,24 +189,24 @@ def test_when_a_worker_leaves_only_its_prompts_move() -> None:
 
 
 def test_what_nobody_was_sent_is_uncached_and_a_beginning_is_not() -> None:
-    policy, _ = affinity(all_tokens=True)
-    assert policy.uncached_tokens(asked(prompt(1))) == 10 * BLOCK
+    policy, _ = affinity(counting=True)
+    assert uncached(policy, prompt(1)) == 10 * BLOCK
     chosen(policy, *prompt(1))
-    assert policy.uncached_tokens(asked([*prompt(1), 1, 2, 3])) == 3
-    assert policy.uncached_tokens(asked([*prompt(1), *prompt(2, 30)])) == 40 * BLOCK, "too little of it to go there"
-    assert policy.uncached_tokens(asked(prompt(1)), usable=lambda worker: False) == 10 * BLOCK
+    assert uncached(policy, [*prompt(1), 1, 2, 3]) == 3
+    assert uncached(policy, [*prompt(1), *prompt(2, 30)]) == 40 * BLOCK, "too little of it to go there"
+    assert uncached(policy, prompt(1), usable=lambda worker: False) == 10 * BLOCK
 
 
 def test_a_choice_that_nothing_came_of_is_not_remembered() -> None:
     """Another worker is looked for after every failure, also where the leg may not be sent there."""
-    router = made("prefix_affinity", all_tokens=True)
+    router = made("prefix_affinity", counts_uncached=True)
     ctx = asked(range(1000))
     first = router.pick(ctx)
-    assert first is not None and router.uncached_tokens(ctx) == 1000
+    assert first is not None and router.uncached_tokens(ctx, 2000) == 1000
     router.sending(ctx, first)
     assert router.pick(ctx, [first]) is not first
-    assert (router.uncached_tokens(ctx), router.uncached_tokens(ctx, [first])) == (1000 % 128, 1000)
-    assert made("round_robin").uncached_tokens(ctx) is None
+    assert (router.uncached_tokens(ctx, 2000), router.uncached_tokens(ctx, 2000, [first])) == (1000 % 128, 1000)
+    assert made("round_robin").uncached_tokens(ctx, 2000) is None
 
 
 def test_a_prompt_shorter_than_a_block_goes_anywhere() -> None:
@@ -213,39 +225,73 @@ def written(token_ids: list[int]) -> TokenIds:
     return TokenIds(dumps(token_ids))
 
 
-@pytest.mark.parametrize("where", [SAMPLED, ALL])
+@pytest.mark.parametrize("where", [MARKS, COUNTING])
 @pytest.mark.parametrize("kept", [list, written])
 @given(same=tokens, one=tokens, other=tokens)
-def test_prompts_share_the_marks_of_what_they_share_and_none_behind_it(
+def test_prompts_share_the_numbers_of_what_they_share_and_none_behind_it(
     where: Marks, kept: Any, same: list[int], one: list[int], other: list[int]
 ) -> None:
-    ours, theirs = kept([*same, 1, *one]), kept([*same, 2, *(300_000 + id_ for id_ in other)])
-    chains = [chain(asked(rendered={"token_ids": ids, "model": "m"}), where) for ids in (ours, theirs)]
+    ids = kept([*same, 1, *one]), kept([*same, 2, *(300_000 + id_ for id_ in other)])
+    ours, theirs = (blocks.prompt(asked(rendered={"token_ids": each, "model": "m"}), where) for each in ids)
     unit = CHARACTERS_PER_ID if kept is written else 1
     shared = (len(dumps(same)) - (not same) if kept is written else len(same)) // (BLOCK * unit)
-    expected = sum(blocks <= shared for blocks in where.blocks)
-    assert [a == b for a, b in zip(*chains, strict=False)] == [mark < expected for mark in range(min(map(len, chains)))]
+    for each in range(1, min(ours.blocks, theirs.blocks) + 1):
+        assert (ours.number(each) == theirs.number(each)) == (each <= shared)
+        assert (ours.place(each) == theirs.place(each)) == (each <= shared)
 
 
 @pytest.mark.parametrize("kept", [list, written])
 def test_a_prompt_has_few_marks_however_long_it_is(kept: Any) -> None:
     marks_of = {
-        length: len(chain(asked(rendered={"token_ids": kept([100_000] * length), "model": "m"}), marks(128, False)))
+        length: len(numbers(asked(rendered={"token_ids": kept([100_000] * length), "model": "m"}), marks(128, False)))
         for length in (127, 128, 1024, 32_768, 1 << 20)
     }
     assert list(marks_of.values()) == ([0, 1, 6, 16, 26] if kept is list else [1, 1, 6, 16, 26])
 
 
 @given(same=tokens, more=tokens)
-def test_tokens_that_differ_are_never_taken_for_cached(same: list[int], more: list[int]) -> None:
-    """They are counted to the last one, whether they came as numbers or as text; what is cached to the block before."""
-    policy, _ = affinity(all_tokens=True)
+def test_tokens_that_differ_from_some_place_on_are_never_taken_for_cached(same: list[int], more: list[int]) -> None:
+    """They are counted to the last one, whether they came as numbers or as text."""
+    policy, _ = affinity(counting=True)
     for kept in (list, written):
         chosen(policy, rendered={"token_ids": kept([*same, 7]), "model": "m"})
-        found = policy.uncached_tokens(asked(rendered={"token_ids": kept([*same, 70, *more]), "model": "m"}))
+        found = uncached(policy, kept([*same, 70, *more]))
         assert 1 + len(more) <= found <= 1 + len(same) + len(more)
-        if len(same) > 2 * len(more) + 8 * BLOCK:
-            assert found <= 1 + len(more) + BLOCK * (CHARACTERS_PER_ID if kept is written else 1)
+
+
+@pytest.mark.parametrize("kept", [list, written])
+@given(same=tokens, more=tokens)
+def test_the_next_turn_of_a_conversation_is_counted_to_the_block(kept: Any, same: list[int], more: list[int]) -> None:
+    """Blocks are measured by the text where tokens came as text, and end at the same place in both turns."""
+    policy, _ = affinity(counting=True)
+    before, after = kept(same), kept([*same, *more])
+    chosen(policy, rendered={"token_ids": before, "model": "m"})
+    found = uncached(policy, after)
+    assert found >= len(more)
+    if len(same) > 8 * len(more) + 8 * BLOCK:
+        assert found <= len(more) + BLOCK * (CHARACTERS_PER_ID if kept is written else 1)
+
+
+@pytest.mark.parametrize("kept", [list, written])
+def test_a_passage_that_was_exchanged_for_one_as_long_is_found_where_uncached_tokens_are_counted(kept: Any) -> None:
+    """From a 32nd of the prompt on, wherever it is, though all behind it is the same."""
+    policy, _ = affinity(counting=True, remembered_blocks=10_000)
+    chance = random.Random(3)
+    prompt = chance.choices(range(100_000, 200_000), k=32_768)
+    chosen(policy, rendered={"token_ids": kept(prompt), "model": "m"})
+    assert uncached(policy, kept(prompt)) < BLOCK * CHARACTERS_PER_ID
+    for start in range(0, 31 * 1024, 1000):
+        other = [*prompt[:start], *chance.choices(range(100_000, 200_000), k=1024), *prompt[start + 1024 :]]
+        assert uncached(policy, kept(other)) >= len(prompt) - start - 1024
+
+
+def test_from_a_number_on_uncached_tokens_need_not_be_counted() -> None:
+    """Whoever asks whether there are as many gets the right answer, however short the text of each token is."""
+    policy, _ = affinity(counting=True)
+    for id_ in (1, 4_000_000_000):
+        for many in (9, 10, 11, 1000):
+            found = policy.uncached_tokens(asked(rendered={"token_ids": written([id_] * many), "model": "m"}), 10)
+            assert (found < 10) == (many < 10)
 
 
 SALTED = {"token_ids": prompt(1), "model": "m", "cache_salt": "tenant"}
@@ -254,7 +300,7 @@ ADAPTER = {"token_ids": prompt(1), "model": "m-lora"}
 
 @pytest.mark.parametrize("rendered", [SALTED, ADAPTER])
 def test_another_salt_or_adapter_is_another_prompt_from_the_first_block_on(rendered: Any) -> None:
-    plain, other = chain(asked(prompt(1)), SAMPLED), chain(asked(rendered=rendered), SAMPLED)
+    plain, other = numbers(asked(prompt(1))), numbers(asked(rendered=rendered))
     assert len(plain) == len(other) == 6 and not set(plain) & set(other)
 
 
@@ -265,12 +311,12 @@ def test_other_media_is_another_prompt_from_its_block_on() -> None:
         places = [{"offset": 40, "length": 8}, {"offset": 100, "length": 8}]
         return {"mm_hashes": {"image": list(hashes)}, "mm_placeholders": {"image": places[: len(hashes)]}}
 
-    chains = [
-        chain(asked(rendered={"token_ids": prompt(1), "model": "m", "features": media}), ALL)
+    ours, *others = (
+        blocks.prompt(asked(rendered={"token_ids": prompt(1), "model": "m", "features": media}), MARKS)
         for media in (features("a", "b"), features("a", "c"), features("d", "b"), None)
-    ]
-    shared = [sum(ours == theirs for ours, theirs in zip(chains[0], other, strict=True)) for other in chains[1:]]
-    assert shared == [100 // BLOCK, 40 // BLOCK, 40 // BLOCK]
+    )
+    shared = [[each for each in range(1, 11) if ours.number(each) == other.number(each)] for other in others]
+    assert shared == [[*range(1, 1 + place // BLOCK)] for place in (100, 40, 40)]
 
 
 def conversation(*turns: str, **fields: Any) -> dict[str, Any]:
@@ -292,29 +338,44 @@ def conversation(*turns: str, **fields: Any) -> dict[str, Any]:
     ],
 )
 def test_text_is_compared_by_its_bytes_where_there_are_no_tokens(api: Format, first: Any, second: Any) -> None:
-    ours, theirs = (chain(asked(body=body, api=api), ALL) for body in (first, second))
+    ours, theirs = (numbers(asked(body=body, api=api)) for body in (first, second))
     shared = sum(one == other for one, other in zip(ours, theirs, strict=False))
     assert len(theirs) > len(ours) and shared >= len(ours) - 1 > 3
 
 
 @pytest.mark.parametrize("other", [{"tools": [{"type": "function"}]}, {"cache_salt": "s"}, {"model": "lora"}])
 def test_text_behind_other_tools_or_under_another_salt_is_another_prompt(other: Any) -> None:
-    plain, changed = (
-        chain(asked(body=conversation("one")), SAMPLED),
-        chain(asked(body=conversation("one", **other)), SAMPLED),
-    )
+    plain, changed = numbers(asked(body=conversation("one"))), numbers(asked(body=conversation("one", **other)))
     assert plain and not set(plain) & set(changed)
 
 
-def test_a_chain_is_worked_out_once_and_anew_once_the_tokens_are_known() -> None:
+def test_a_prompt_is_looked_at_once_and_anew_once_the_tokens_are_known() -> None:
     ctx = asked(body=conversation("one"))
-    text = chain(ctx, ALL)
-    assert chain(ctx, ALL) is text
+    text = blocks.prompt(ctx, MARKS)
+    assert blocks.prompt(ctx, MARKS) is text
     ctx.rendered = {"token_ids": prompt(1), "model": "m"}
-    tokens = chain(ctx, ALL)
-    assert len(tokens) == 10 and chain(ctx, marks(BLOCK, True)) is tokens
-    assert len(chain(ctx, marks(2 * BLOCK, True))) == 5
-    assert chain(ctx, ALL) is tokens, "two pools may have marks of their own"
+    tokens = blocks.prompt(ctx, MARKS)
+    assert tokens.blocks == 10 and blocks.prompt(ctx, marks(BLOCK, False)) is tokens
+    assert blocks.prompt(ctx, marks(2 * BLOCK, False)).blocks == 5
+    assert blocks.prompt(ctx, MARKS) is tokens, "two pools may have marks of their own"
+
+
+def test_where_all_that_may_be_chosen_are_above_the_limit_a_few_are_looked_at() -> None:
+    policy, workers = affinity([f"http://{number}" for number in range(500)])
+    heavy = set(workers[::2])
+    for worker in heavy:
+        worker.begin(20_000)
+    looked_at: list[Worker] = []
+
+    def usable(worker: Worker) -> bool:
+        looked_at.append(worker)
+        return worker in heavy
+
+    assert policy.choose(asked(prompt(1)), usable) in heavy
+    assert len(looked_at) <= 64
+    (one,) = {policy.choose(asked(prompt(number)), lambda worker: worker is workers[7]) for number in range(20)}
+    assert one is workers[7]
+    assert policy.choose(asked(prompt(1)), lambda worker: False) is None
 
 
 def test_the_ring_goes_round_once_and_meets_everybody() -> None:

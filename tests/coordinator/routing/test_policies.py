@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from itertools import count, islice
 from typing import TYPE_CHECKING, get_args
 
 import pytest
@@ -186,3 +187,70 @@ def test_the_only_worker_needs_no_explanation() -> None:
     router = made("least_inflight", URLS[:1])
     worker = router.pick(asked())
     assert worker is not None and router.why(asked(), worker) == "the only worker"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_leg_goes_only_to_those_that_serve_what_it_needs_as_long_as_others_do_not(policy: PolicyName) -> None:
+    router = made(policy)
+    a, *others = router.known()
+    starts = count(0, 1000)
+
+    def sent(needs: str) -> set[Worker]:
+        prompts = [asked(range(start, start + 300)) for start in islice(starts, 60)]
+        found = [router.pick(ctx, (), needs) for ctx in prompts]
+        for ctx, worker in zip(prompts, found, strict=True):
+            assert worker is not None and router.why(ctx, worker)
+            router.sending(ctx, worker)
+        return {worker for worker in found if worker is not None}
+
+    assert sent("derender") == {a, *others}
+    router.learn(a, {"derender": "it is too old"})
+    assert sent("derender") == set(others)
+    assert sent("text") == {a, *others}
+    assert router.pick(asked(), others[:1], "derender") is others[1]
+    router.learn(others[0], {"derender": "it is too old"})
+    assert sent("derender") == {others[1]}
+    router.learn(a, {})
+    assert sent("derender") == {a, others[1]}
+    for worker in router.known():
+        router.learn(worker, {"derender": "it is too old"})
+    assert router.pick(asked(), (), "derender") is None
+    router.members.replace(["http://d"])
+    assert {worker.url for worker in sent("derender")} == {"http://d"}
+
+
+def test_the_least_loaded_of_those_that_serve_what_a_leg_needs_has_it() -> None:
+    """Also by what was begun and has ended since others lacked it."""
+    router = made("least_inflight")
+    a, b, c = router.known()
+    router.learn(a, {"derender": "it is too old"})
+    router.pick(asked(), (), "derender")
+    b.begin(1000)
+    assert [router.pick(asked(), (), "derender") for _ in range(3)] == [c, c, c]
+    c.begin(2000)
+    b.end(1000)
+    assert [router.pick(asked(), (), "derender") for _ in range(3)] == [b, b, b]
+    assert router.pick(asked()) in (a, b)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_no_choice_looks_at_all_of_those_that_lack_what_it_needs(policy: PolicyName) -> None:
+    """Half of 500 do, and what they lack is read when it is learnt, and no more."""
+    router = made(policy, [f"http://10.0.{number // 250}.{number % 250}" for number in range(500)])
+    reads: list[str] = []
+
+    class Lacks(dict[str, str]):
+        def __contains__(self, need: object) -> bool:
+            reads.append(str(need))
+            return super().__contains__(need)
+
+    for number, worker in enumerate(router.known()):
+        router.learn(worker, Lacks({"derender": "it is too old"} if number % 2 else {}))
+    router.pick(asked(range(300)), (), "derender")
+    reads.clear()
+    for number in range(100):
+        ctx = asked(range(number, number + 300))
+        worker = router.pick(ctx, (), "derender")
+        assert worker is not None and not dict(worker.lacks)
+        router.sending(ctx, worker)
+    assert len(reads) < 100 * 10
