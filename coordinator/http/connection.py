@@ -371,7 +371,10 @@ class Connection(asyncio.Protocol):
             return
         self._discarded_bytes, seen = 0, -1
         if transport.can_write_eof():
-            transport.write_eof()
+            try:
+                transport.write_eof()
+            except OSError:  # it has left, and nothing was read that would have told us
+                return
         if self._paused:
             self._paused = False
             transport.resume_reading()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import gzip
 import zlib
 from typing import TYPE_CHECKING
@@ -282,6 +283,25 @@ async def test_who_left_is_told_nothing(raised: Exception) -> None:
     peer = Peer(leave)
     await peer.send(get())
     assert (peer.answers, peer.refused, peer.transport.closing) == ([], [], True)
+
+
+async def test_who_left_unnoticed_is_not_waited_for_and_no_fault(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """While its body is held back nothing is read, and so nobody has told us."""
+
+    def gone() -> None:
+        raise OSError(107, "Transport endpoint is not connected")
+
+    async def refuse(request: Request) -> None:
+        request.response.whole(503, (), b"")
+
+    peer = Peer(refuse)
+    monkeypatch.setattr(peer.transport, "write_eof", gone)
+    await peer.send(post(bytes(300_000))[:280_000])
+    assert (peer.answers, peer.transport.closing, peer.connection.task) == ([503], True, None)
+    gc.collect()  # of a task that failed, the loop is told when it goes
+    assert caplog.records == []
 
 
 async def test_an_answer_that_does_not_end_ends_the_connection() -> None:
