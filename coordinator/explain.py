@@ -22,6 +22,7 @@ from envelope.json_codec import dumps
 from envelope.kv_transfer import without_transfer_params
 from envelope.media_items import has_sound_in_video, media_items
 from envelope.media_types import Kind
+from envelope.passthrough import DONE
 from envelope.sampling import client_sampling
 from envelope.sse import frame
 
@@ -173,7 +174,7 @@ class _NoFetcher:
 
 
 class _Opened:
-    """A stream of one stand-in event."""
+    """A stream of one stand-in event, and its end."""
 
     headers: Headers = ()
 
@@ -188,7 +189,7 @@ class _Opened:
         if self._given:
             return True
         self._given = True
-        return take(frame(self.first_event))
+        return take(frame(self.first_event) + frame(DONE))
 
     async def aclose(self) -> None:
         pass

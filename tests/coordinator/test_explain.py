@@ -333,6 +333,30 @@ def test_a_leg_is_written_as_json() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("api", [Format.CHAT, Format.COMPLETIONS])
+@pytest.mark.parametrize("by", ["service", "coordinator"])
+async def test_a_leg_that_stop_strings_may_end_from_here_is_told_none_and_listened_to(
+    legs: Any, by: str, api: Format, stream: bool
+) -> None:
+    params = {"derender": "service"}
+    if by == "coordinator":
+        params = {"derender": "coordinator", "output_mode": "tokens", "tokenizer": "/models/tiny"}
+    derender = {"type": "derender", "params": {"address": "http://r:8000"}}
+    last = [derender] if by == "service" else []
+    steps = (RENDER, {"type": "prefill"}, {"type": "decode", "params": params}, *last)
+    asked = CHAT if api is Format.CHAT else {"model": "m", "prompt": "hi"}
+    body = {**asked, "stop": ["###"], "stream": stream}
+    sent = await legs(body, *steps, api=api, pipeline={"use_openai_format": False})
+    texts = ["derender"] * 2 if by == "service" else []
+    assert [leg.step for leg in sent] == ["render", "prefill", "decode", *texts]
+    assert sent[2].body["stream"] and "stop" not in sent[2].body["sampling_params"]
+    if by == "service":
+        paths = [leg.url.removeprefix("http://r:8000") for leg in sent[3:]]
+        whole = "/v1/chat/completions/derender" if api is Format.CHAT else "/v1/completions/derender"
+        assert paths == ["/v1/completions/derender", whole]
+
+
+@pytest.mark.parametrize("stream", [False, True])
 async def test_a_derender_service_is_asked_once_for_what_decode_says(legs: Any, stream: bool) -> None:
     decode, derender = {"type": "decode", "params": {"derender": "service"}}, {"address": "http://r:8000"}
     steps = (RENDER, {"type": "prefill"}, decode, {"type": "derender", "params": derender})

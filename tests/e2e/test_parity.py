@@ -36,6 +36,9 @@ ASKED: dict[str, dict[str, Any]] = {name: talk.body() for name, talk in CONVERSA
     "cut in a tool call": CONVERSATIONS["tool call"].body(max_tokens=12),
     "stop string": conversation("Say stop in the middle.").body(stop=["STOP", "never"]),
     "stop string kept": conversation("Say stop in the middle.").body(stop="STOP", include_stop_str_in_output=True),
+    "stop string of two choices": conversation("Say stop in the middle.").body(
+        stop=["STOP"], n=2, temperature=1, top_k=1, logprobs=True
+    ),
     "stop string beside a prompt's logprobs": conversation("Say stop in the middle.").body(
         stop=["STOP"], prompt_logprobs=1, return_token_ids=True
     ),
