@@ -117,7 +117,7 @@ class ParsedChunks(Chunks):
     def _prefix(self, index: int) -> bytes:
         return b"data: " + dumps(self._head)[:-1] + b',"choices":[{"index":%d,"delta":' % index
 
-    def _choice(self, chunk: Json, choice: Json) -> bytes:
+    def _choice(self, chunk: Json, choice: Json, event: bytes = b"") -> bytes:
         delta, before = choice["delta"], self._before.get(choice["index"])
         if before is not None and delta and choice["finish_reason"] is None:
             return before + dumps(delta) + self._after

@@ -5,7 +5,8 @@ may lag its tokens, since it is held back while a stop string could still match,
 the other. A chunk without choices holds the usage, and ``[DONE]`` ends the stream.
 
 This is the hottest path of the product. A plain chunk costs one parse and one join of bytes: what does not
-change between the chunks of a choice is made once and kept in ``_before`` and ``_after``.
+change between the chunks of a choice is made once and kept in ``_before`` and ``_after``. One that is like a plain
+chunk before it is not even parsed.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import orjson
 from envelope import usage
 from envelope.errors import LegFailed, LegUnreadable
 from envelope.json_codec import Json, JSONDecodeError, dumps, loads_lenient
+from envelope.likeness import Likeness
 from envelope.passthrough import DONE, error_message
 from envelope.rebuild import MISSHAPEN, answer_id, choice_count, model_name
 from envelope.sse import MAX_EVENT_BYTES, Events, EventTooLarge, data_of, frame, split
@@ -54,9 +56,14 @@ class TextStream(ABC):
         self._started: set[int] = set()
         self._finished: set[int] = set()
         self._ended = False
+        self._likeness = Likeness()
+        self._likened = b""  # what precedes the text in the frame of an event that is like the one that was learned
         self._before: dict[int, bytes] = {}  # what precedes the text; holds only choices with plain frames
 
     def feed(self, data: bytes) -> bytes:
+        if (text := self._likeness.text(data)) and self._events.at_start:
+            self.content_seen = True
+            return b'%b"%b"%b' % (self._likened, text, self._after)
         try:
             block = self._events.whole(data)
         except EventTooLarge as error:
@@ -95,16 +102,19 @@ class TextStream(ABC):
             if not choices:
                 return self._no_choices(event, chunk)
             if len(choices) == 1:
-                return self._choice(chunk, choices[0])
+                return self._choice(chunk, choices[0], event)
             return b"".join([self._choice(chunk, choice) for choice in choices])
         except MISSHAPEN as error:
             raise LegUnreadable("decode", f"cannot read a chunk of the worker's stream: {error!r}") from None
 
-    def _choice(self, chunk: Json, choice: Json) -> bytes:
+    def _choice(self, chunk: Json, choice: Json, event: bytes = b"") -> bytes:
         before = self._before.get(choice["index"])
         if before is not None and choice["text"] and choice["finish_reason"] is None:
             self.content_seen = True
-            return before + dumps(choice["text"]) + self._after
+            text = dumps(choice["text"])
+            if self._likeness.learn(event, text):
+                self._likened = before
+            return before + text + self._after
         return self._special(chunk, choice)
 
     def _special(self, chunk: Json, choice: Json) -> bytes:
@@ -124,6 +134,7 @@ class TextStream(ABC):
         if finished:
             self._finished.add(index)
             self._before.pop(index, None)
+            self._likeness.forget()
         elif said and index not in self._before and self._plain():
             self._before[index] = self._prefix(index)
         return out
