@@ -193,11 +193,14 @@ def generation_config(folder: str) -> Json:
 def _check_folder(folder: Path, template: str | None) -> None:
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder, write the model's: with tokenizer.json and tokenizer_config.json")
-    if not (folder / "tokenizer.json").is_file():
-        raise ValueError(f"{folder} holds no tokenizer.json, write the model's folder or use a render service")
     own_way = [file.name for kind in _OTHER_KINDS for file in folder.glob(kind)]
     if own_way:
-        raise ValueError(f"{folder} holds {own_way[0]}: vLLM renders such a model its own way, use a render service")
+        raise ValueError(
+            f"{folder} holds {own_way[0]}, of Mistral's own format: vLLM renders such a model its own way, use a "
+            "render service"
+        )
+    if not (folder / "tokenizer.json").is_file():
+        raise ValueError(f"{folder} holds no tokenizer.json, write the model's folder or use a render service")
     kind = _model_type(folder)
     if kind in _OTHER_MODELS:
         raise ValueError(f"{folder} is a {kind} model, which vLLM renders its own way: use a render service")

@@ -144,3 +144,20 @@ async def test_a_service_that_fails_ends_the_request_and_the_worker_s_leg(at, fl
     assert len(fleet.decode.aborted) == 1
     service.down = False
     assert (await at.chat("Say hello.")).status == 200
+
+
+async def test_a_stop_string_ends_a_decode_beside_its_prefill(coordinator, fleet_of, service, eventually):
+    """With connectors that need both legs in flight, the one that is listened to ends with the answer too."""
+    paired = Settings(kv="mooncake")
+    bare = replace(paired, tokens_only=True)
+    fleet = await fleet_of(settings=paired, prefill_settings=bare, decode_settings=bare)
+    steps = {
+        "prefill-decode": {"derender": "service", "output_mode": None, "wrap": None},
+        "derender": {"address": service.url, "timeout": "30s"},
+    }
+    at = await coordinator(fleet, "pair-text", steps=steps)
+    for stream in (False, True):
+        got = await at.chat("Never stop.", stop=["and again and"], stream=stream)
+        assert (got.status, got.text) == (200, "again ")
+    await eventually(lambda: not fleet.decode.in_flight)
+    assert len(fleet.decode.aborted) == 2

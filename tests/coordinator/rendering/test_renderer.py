@@ -222,7 +222,9 @@ def folder(tmp_path: Any, *without: str, **files: str) -> str:
 
 WRONG_FOLDERS = [
     (("tokenizer.json",), {}, "holds no tokenizer.json"),
-    ((), {"tekken__json": "{}"}, "holds tekken.json: vLLM renders such a model its own way"),
+    ((), {"tekken__json": "{}"}, "holds tekken.json, of Mistral's own format: vLLM renders such a model its own way"),
+    (("tokenizer.json",), {"tekken__json": "{}"}, "holds tekken.json, of Mistral's own format"),
+    (("tokenizer.json",), {"tokenizer__model__v3": ""}, "holds tokenizer.model.v3, of Mistral's own format"),
     ((), {"config__json": '{"model_type": "gpt_oss"}'}, "is a gpt_oss model, which vLLM renders its own way"),
     ((), {"chat_template__json": "{}"}, "holds a processor's chat_template.json"),
     ((), {"tokenizer__json": "{}"}, "transformers cannot load a tokenizer from it"),
