@@ -26,7 +26,6 @@ from coordinator.pools import PolicyName, Pool
 from coordinator.routing.choice import pool_router
 from coordinator.routing.members import Members
 from envelope.formats import Format
-from envelope.json_codec import dumps
 from envelope.written import loads_rendered
 
 if TYPE_CHECKING:
@@ -36,11 +35,16 @@ if TYPE_CHECKING:
     from coordinator.routing.router import Worker
 
 RATE = 5000  # choices a second, of which the share of a core is told
+NEW = 50_000  # and of so many prompts none comes again
 CONVERSATIONS = 8000  # more than legs in flight: each comes back when its last leg is over
 LENGTHS = (64, 256, 1024, 4096, 32_768)  # of prompts, where that matters
 NEEDS = "derender"
 SHORT = 512  # uncached tokens that are too few for a prefill
-AT_A_TIME = 16  # requests that are parsed, and then chosen for
+AT_A_TIME = 16  # requests that are read, and then chosen for
+# Of 5 digits each, as most ids of a prompt have: what render answers is cut out of this, so that no more than that is
+# touched before a choice.
+_TEXT = ",".join(map(str, range(10_000, 100_000))).encode()
+_CHARACTERS = 6  # of an id, with the comma
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +70,9 @@ def requests(numbers: Iterable[int], case: Case) -> list[RequestContext]:
     """Return requests of some conversations, as they are when render has just answered."""
     found, prompt_tokens = [], case.prompt_tokens
     for number in numbers:
-        at = number + CONVERSATIONS if case.new else number % CONVERSATIONS
-        rendered = loads_rendered(dumps({"token_ids": list(range(at, at + prompt_tokens)), "model": "m"}))
+        at = number % (NEW if case.new else CONVERSATIONS)
+        text = _TEXT[at * _CHARACTERS : (at + prompt_tokens) * _CHARACTERS - 1]
+        rendered = loads_rendered(b'{"token_ids":[%b],"model":"m"}' % text)
         found.append(RequestContext("r", "r-1", Format.CHAT, {"model": "m"}, (), {}, True, rendered=rendered))
     return found
 

@@ -104,12 +104,11 @@ class PrefixAffinity:
     def remember(self, ctx: RequestContext, worker: Worker) -> None:
         """Note that a worker is sent this request's prompt."""
         if (stay := self._stays.get(worker)) is not None:
-            sent = prompt(ctx, self._marks)
-            marks = self._marks.blocks[: sent.marks]
-            ends = self._marks.spread and marks and sent.blocks > marks[-1]
-            if ends and not self._remember(sent, [sent.blocks], stay):
-                self._note_end(sent.number(marks[-1]), sent.blocks)
-            self._remember(sent, marks, stay)
+            sent, blocks = prompt(ctx, self._marks), self._marks.blocks
+            ends = self._marks.spread and sent.marks and sent.blocks > blocks[sent.marks - 1]
+            if ends and not self._remember(sent, [sent.blocks], 1, stay):
+                self._note_end(sent.number(blocks[sent.marks - 1]), sent.blocks)
+            self._remember(sent, blocks, sent.marks, stay)
 
     def uncached_tokens(self, ctx: RequestContext, most: int, usable: Usable = None) -> int:
         """Return how many of a prompt's tokens the worker that would be chosen now was not sent before.
@@ -194,13 +193,13 @@ class PrefixAffinity:
         """Return the load above which a worker gets nothing more; never all of them are above it."""
         return max(self._max_load * self._pool.tokens / (len(self._workers) or 1), self._free_tokens)
 
-    def _remember(self, sent: Prompt, marks: Sequence[int], stay: _Stay) -> bool:
-        """Note what was sent up to each mark; say whether a part of it had been before."""
+    def _remember(self, sent: Prompt, blocks: Sequence[int], marks: int, stay: _Stay) -> bool:
+        """Note what was sent up to each of so many marks; say whether a part of it had been before."""
         table = self._table
         alone: tuple[_Stay, ...] = (stay,)
         before, now, known = alone, alone, False
-        for blocks in reversed(marks):
-            number = sent.number(blocks)
+        for mark in range(marks - 1, -1, -1):
+            number = sent.number(blocks[mark])
             holders = table.get(number)
             if holders is None:
                 table[number] = alone
