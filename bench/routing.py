@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, get_args
 
 from coordinator.context import RequestContext
 from coordinator.logs import log
-from coordinator.pools import PolicyName, Pool
 from coordinator.routing.choice import pool_router
 from coordinator.routing.members import Members
+from coordinator.settings.pools import PolicyName, Pool
 from envelope.formats import Format
 from envelope.written import loads_rendered
 

@@ -11,7 +11,7 @@ One request, in the order in which the modules see it:
 [6] ``envelope``  the wire shapes (pure), used at [4] and [7]
 [7] ``respond``   the only writer to the client: picks the shape, and ``relay`` pumps it
 
-In front of it stand ``keys`` (who may ask) and ``admission`` (who may begin).
+In front of it stand ``security.keys`` (who may ask) and ``admission`` (who may begin).
 
 What an operator sees of it comes from ``telemetry.attempt`` (one call of one worker) and ``outcome`` (one request):
 lines of ``logs``, instruments of ``metrics``, spans and the status page, which ``telemetry`` has.
@@ -21,7 +21,9 @@ workers of each role are reached, ``planning`` makes of it all the ``plan`` that
 puts both together with a server. ``serve`` is the process, ``reload`` puts another plan in place, and ``cli`` is the
 command line.
 
-The packages: ``routing`` picks a worker, ``telemetry`` tells what happened, ``processes`` runs several processes on one
+The packages: ``routing`` picks a worker, ``workers`` has what a leg does there (``wire`` is the hot module of the
+program), ``settings`` the sections and values of the file, ``security`` keys, certificates and addresses, ``telemetry``
+tells what happened, ``processes`` runs several processes on one
 port, ``rendering`` does what a render service does where a file says so, ``derender`` has vLLM's parsers in processes
 of their own, and ``sim`` is the simulated workers of ``demo`` and of the tests.
 """

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry
 
 from coordinator.background import Faults
-from coordinator.credentials import Credentials
 from coordinator.derender.held import ParserPools
 from coordinator.http.connection import Patience
 from coordinator.http.server import Server
@@ -24,19 +23,20 @@ from coordinator.outcome import Recorder
 from coordinator.passage import Passage
 from coordinator.plan import Plan, Plans
 from coordinator.planning import SERVED, asked_once, plan
-from coordinator.problems import ConfigError
+from coordinator.security.credentials import Credentials
+from coordinator.security.watch import Watch
 from coordinator.server import Front
+from coordinator.settings.problems import ConfigError
 from coordinator.telemetry.model_names import ModelNames
 from coordinator.telemetry.recent import Recent
 from coordinator.telemetry.tracing import PASSING
-from coordinator.watch import Watch
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from coordinator.config import Config
+    from coordinator.security.tls import Certificate
     from coordinator.telemetry.otel import OtelTracing
-    from coordinator.tls import Certificate
 
 
 @dataclass

@@ -195,9 +195,9 @@ def _print_plan(config: Config, steps: Sequence[Step], api: Format) -> None:
 
 def _destination(config: Config, steps: Sequence[Step], role: str) -> str:
     """Say where a role's legs go, as the file has it."""
-    from coordinator.credentials import Closed
     from coordinator.links import links
     from coordinator.routing.gateway import GatewayRouter
+    from coordinator.security.credentials import Closed
 
     router = links(config, steps, Closed())[role].router
     workers = ", ".join(worker.url for worker in router.known())
@@ -213,11 +213,11 @@ def _destination(config: Config, steps: Sequence[Step], role: str) -> str:
 
 
 def _explain(args: argparse.Namespace) -> int:
-    from coordinator.credentials import Closed
     from coordinator.explain import explain, guess_api
     from coordinator.links import discarded, links, routing_headers
     from coordinator.planning import open_renderers
     from coordinator.routing.pool import PoolRouter
+    from coordinator.security.credentials import Closed
 
     config = _load(args)
     steps = registry.build(config, NoEvents())

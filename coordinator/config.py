@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, ValidationError, WithJsonSchema
 
-from coordinator.environment import overrides, put
-from coordinator.outbound import Outbound
-from coordinator.pools import Pools
-from coordinator.problems import ConfigError, Sources, one_of, sentences
-from coordinator.proxied import Routes
-from coordinator.secret import ApiKeys
-from coordinator.section import HeaderName, Section
-from coordinator.tls import parse_suite, parse_version
-from coordinator.units import (
+from coordinator.security.secret import ApiKeys
+from coordinator.security.tls import parse_suite, parse_version
+from coordinator.settings.environment import overrides, put
+from coordinator.settings.outbound import Outbound
+from coordinator.settings.pools import Pools
+from coordinator.settings.problems import ConfigError, Sources, one_of, sentences
+from coordinator.settings.proxied import Routes
+from coordinator.settings.section import HeaderName, Section
+from coordinator.settings.units import (
     BaseUrl,
     Count,
     Duration,
@@ -31,7 +31,7 @@ from coordinator.units import (
     PositiveDuration,
     Whole,
 )
-from coordinator.yaml_file import read
+from coordinator.settings.yaml_file import read
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

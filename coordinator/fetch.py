@@ -20,8 +20,8 @@ from urllib.request import getproxies_environment, proxy_bypass
 import aiohttp
 from yarl import URL
 
-from coordinator import addresses
 from coordinator.logs import log
+from coordinator.security import addresses
 from coordinator.step import Fetched, FetchFailed
 from envelope.media_types import check_declared, settled_type
 from envelope.media_url import follow, parse
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import ssl
     from collections.abc import Awaitable, Callable, Iterator, Sequence
 
-    from coordinator.addresses import Address
+    from coordinator.security.addresses import Address
     from coordinator.step import FetchLimits
     from envelope.media_types import Kind
     from envelope.media_url import MediaUrl

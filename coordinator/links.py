@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from coordinator.background import Background
 from coordinator.headers import CREDENTIALS
-from coordinator.problems import Path, show_path
 from coordinator.routing.choice import pool_router
 from coordinator.routing.discovery import Finder
 from coordinator.routing.gateway import GatewayRouter
@@ -19,7 +18,8 @@ from coordinator.routing.header import HeaderRouter
 from coordinator.routing.members import Members
 from coordinator.routing.policies import RoundRobin
 from coordinator.routing.pool import PoolRouter
-from coordinator.rules import ROLES
+from coordinator.settings.problems import Path, show_path
+from coordinator.settings.rules import ROLES
 from coordinator.upstream import RoleLink
 from envelope.errors import NoWorker
 from steps.derender import Derender
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
     from coordinator.background import Faults
     from coordinator.config import Config
     from coordinator.context import RequestContext
-    from coordinator.credentials import Closed, Credentials
     from coordinator.metrics import Metrics
-    from coordinator.outbound import Outbound
     from coordinator.plan import Plan
-    from coordinator.pools import Pool
     from coordinator.routing.discovery import Source
     from coordinator.routing.health import Health
     from coordinator.routing.router import Router
+    from coordinator.security.credentials import Closed, Credentials
+    from coordinator.settings.outbound import Outbound
+    from coordinator.settings.pools import Pool
     from coordinator.step import Step
 
 

@@ -24,16 +24,16 @@ if TYPE_CHECKING:
     from coordinator.config import Config
     from coordinator.derender.held import HeldParsers
     from coordinator.fetch import HttpMediaFetcher
-    from coordinator.health import Readiness
     from coordinator.intake import Intake
-    from coordinator.keys import Keys
     from coordinator.pipeline import Pipeline
     from coordinator.questions import Questions
-    from coordinator.release import Releaser
     from coordinator.respond import Manner
     from coordinator.routing.discovery import Discovery
+    from coordinator.security.keys import Keys
+    from coordinator.security.watch import Watch
     from coordinator.upstream import HttpUpstream
-    from coordinator.watch import Watch
+    from coordinator.workers.health import Readiness
+    from coordinator.workers.release import Releaser
 
 
 @dataclass(eq=False, kw_only=True)

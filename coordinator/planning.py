@@ -12,23 +12,23 @@ from coordinator.background import Background
 from coordinator.derender.held import HeldParsers, ParserPools
 from coordinator.derender.pool import ParserSettings
 from coordinator.fetch import HttpMediaFetcher
-from coordinator.health import Readiness, RoleProbe
 from coordinator.intake import Intake
 from coordinator.links import discarded, finders, links, places, routing_headers, watches
 from coordinator.logs import log
 from coordinator.pipeline import Pipeline
 from coordinator.plan import Plan
-from coordinator.problems import ConfigError, Path
 from coordinator.questions import Questions
-from coordinator.release import Releaser
 from coordinator.rendering.tokenizer import digest
 from coordinator.respond import Manner
 from coordinator.routing.discovery import Discovery, Finder
 from coordinator.routing.gateway import GatewayRouter
 from coordinator.routing.header import HeaderRouter
 from coordinator.routing.pool import PoolRouter
-from coordinator.units import megabytes_to_bytes
+from coordinator.settings.problems import ConfigError, Path
+from coordinator.settings.units import megabytes_to_bytes
 from coordinator.upstream import HttpUpstream, RoleLink
+from coordinator.workers.health import Readiness, RoleProbe
+from coordinator.workers.release import Releaser
 from envelope.derender import derender_path
 from envelope.formats import PATHS, RENDER_PATHS, Format
 from envelope.generate import TOKENS
@@ -42,9 +42,9 @@ if TYPE_CHECKING:
 
     from coordinator.background import Faults
     from coordinator.config import Config
-    from coordinator.credentials import Credentials
     from coordinator.metrics import Metrics
     from coordinator.rendering.renderer import Renderer
+    from coordinator.security.credentials import Credentials
     from coordinator.step import Step
     from coordinator.telemetry.model_names import ModelNames
 

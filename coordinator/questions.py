@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from coordinator.context import RequestContext
 from coordinator.step import Leg, LegLimits
-from coordinator.wire import Broken, ConnectFailed, Pool, request_head
+from coordinator.workers.wire import Broken, ConnectFailed, Pool, request_head
 from envelope import messages
 from envelope.errors import BadRequest, LegUnreadable
 from envelope.formats import PATHS, RENDER_PATHS, Format

@@ -13,9 +13,9 @@ from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 from pydantic_core import SchemaSerializer, core_schema
 
 from coordinator.config import Config, ConfigError, EcConnectorName, KvConnectorName, StepConfig
-from coordinator.pools import DEFAULT_BOOTSTRAP_PORT
-from coordinator.problems import Path, nearest, sentences
-from coordinator.rules import RULES, Fault, Layout, Placed
+from coordinator.settings.pools import DEFAULT_BOOTSTRAP_PORT
+from coordinator.settings.problems import Path, nearest, sentences
+from coordinator.settings.rules import RULES, Fault, Layout, Placed
 from coordinator.step import PipelineSettings
 from envelope.connectors import KV_CONNECTORS
 from envelope.ec_transfer import EC_CONNECTORS
@@ -33,7 +33,7 @@ from steps import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from coordinator.pools import Pool
+    from coordinator.settings.pools import Pool
     from coordinator.step import Events, Step
 
 

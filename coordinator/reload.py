@@ -11,10 +11,10 @@ import asyncio
 import os
 from typing import TYPE_CHECKING
 
-from coordinator.credentials import Credentials
 from coordinator.logs import LEVELS, log, set_up
-from coordinator.problems import ConfigError, Path
-from coordinator.watch import mark
+from coordinator.security.credentials import Credentials
+from coordinator.security.watch import mark
+from coordinator.settings.problems import ConfigError, Path
 
 if TYPE_CHECKING:
     from collections.abc import Callable

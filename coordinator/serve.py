@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from coordinator.app import App
     from coordinator.config import Config
     from coordinator.http.server import Handler
+    from coordinator.security.tls import Certificate
     from coordinator.server import Front
     from coordinator.telemetry.status import Told
-    from coordinator.tls import Certificate
 
 
 class Steering(Protocol):

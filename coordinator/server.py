@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from coordinator.outcome import Recorder
     from coordinator.passage import Passage
     from coordinator.plan import Plan
-    from coordinator.proxied import Route
+    from coordinator.settings.proxied import Route
     from coordinator.telemetry.tracing import Trace
 
 

@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from coordinator.bootstrap import BootstrapServers
-from coordinator.call import WIRE_FAULTS, Call, earliest, wire_error
 from coordinator.headers import downstream_headers, leg_headers
-from coordinator.retry import RetryBudget, may_go_on, spent, wait_s
 from coordinator.routing.router import Worker
+from coordinator.settings.units import origin
 from coordinator.step import Reply
 from coordinator.telemetry.attempt import Watcher
-from coordinator.units import origin
-from coordinator.verdict import refusal
-from coordinator.wire import Broken, Pool, request_head
+from coordinator.workers.bootstrap import BootstrapServers
+from coordinator.workers.call import WIRE_FAULTS, Call, earliest, wire_error
+from coordinator.workers.retry import RetryBudget, may_go_on, spent, wait_s
+from coordinator.workers.verdict import refusal
+from coordinator.workers.wire import Broken, Pool, request_head
 from envelope.errors import ApiError, LegError, LegFailed, LegTimeout, LegUnreadable, NoWorker
 from envelope.json_codec import JSONDecodeError
 from envelope.written import pieces

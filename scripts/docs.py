@@ -33,16 +33,22 @@ def _ours(*names: str) -> tuple[str, ...]:
 # none fits is as high up as what it imports, and in the core where it imports nothing above that.
 GROUPS: dict[str, tuple[str, ...]] = {
     "wiring": _ours(
-        *("__main__", "app", "links", "planning", "cli", "demo", "serve", "reload", "registry", "rules", "explain"),
-        "credentials",
+        *("__main__", "app", "links", "planning", "cli", "demo", "serve", "reload", "registry", "explain"),
+        *("settings.rules", "security.credentials"),
     ),
     "front": _ours(
         *("server", "http*", "intake", "questions", "respond", "relay", "plan", "outcome"),
         "telemetry.server_timing",
     ),
-    "upstream": _ours("upstream", "call", "wire", "telemetry.attempt", "retry", "health", "release", "fetch"),
+    "upstream": _ours(
+        *("upstream", "telemetry.attempt", "fetch"),
+        *(f"workers.{name}" for name in ("call", "wire", "retry", "health", "release")),
+    ),
     "routing": _ours("routing*"),
-    "config": _ours("config", "pools", "lookup", "section", "yaml_file", "environment", "problems"),
+    "config": _ours(
+        "config",
+        *(f"settings.{name}" for name in ("pools", "lookup", "section", "yaml_file", "environment", "problems")),
+    ),
     "core": (),
     "steps": ("steps*",),
     "rendering": _ours("rendering*"),

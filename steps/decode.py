@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field, ValidationInfo, WithJsonSchema, field_validator
 
 from coordinator.context import Answer
+from coordinator.settings.units import Count, Duration
 from coordinator.step import Leg, PlanRow, Reply
-from coordinator.units import Count, Duration
 from envelope import completions
 from envelope.client_request import wants_prompt_logprobs
 from envelope.collected import Collected

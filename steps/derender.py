@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, ClassVar
 from pydantic import Field
 
 from coordinator.context import Answer
-from coordinator.outbound import Outbound
+from coordinator.settings.outbound import Outbound
+from coordinator.settings.units import BaseUrl, Duration
 from coordinator.step import Leg, LegLimits, PlanRow
-from coordinator.units import BaseUrl, Duration
 from envelope.derender import (
     chunk_body,
     derender_path,

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from pydantic import Field
 
+from coordinator.settings.units import Duration
 from coordinator.step import Leg, PlanRow
-from coordinator.units import Duration
 from envelope import features
 from envelope.ec_transfer import EC_CONNECTORS, EntriesConflict, EntryMissing, merge, read_entries
 from envelope.errors import LegError, LegFailed, LegRejected

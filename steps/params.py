@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from coordinator.settings.units import Count, Duration
 from coordinator.step import LegLimits
-from coordinator.units import Count, Duration
 
 
 class StepParams(BaseModel):

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from coordinator.settings.units import Whole
 from coordinator.step import Leg, PlanRow
-from coordinator.units import Whole
 from envelope.client_request import choices, wants_prompt_logprobs
 from envelope.connectors import KV_CONNECTORS, Several
 from envelope.ec_transfer import EC_CONNECTORS, key_of, put

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
-from coordinator.outbound import Outbound
 from coordinator.rendering.conversation import NEEDS_SERVICE
 from coordinator.rendering.parsers import REASONING_PARSERS, TOOL_PARSERS
 from coordinator.rendering.renderer import APIS, Model, Renderer
+from coordinator.settings.outbound import Outbound
+from coordinator.settings.units import BaseUrl, Count, Duration
 from coordinator.step import Leg, LegLimits, PlanRow
-from coordinator.units import BaseUrl, Count, Duration
 from envelope.client_request import first_media, has_media, prompt_token_ids
 from envelope.errors import BadRequest, LegUnreadable
 from envelope.features import FeaturesWrong, check, check_counts, normal

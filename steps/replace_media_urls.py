@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, Field
 
+from coordinator.settings.units import Count, Duration, Items, Megabytes, Whole, megabytes_to_bytes
 from coordinator.step import FetchFailed, FetchLimits, PlanRow
-from coordinator.units import Count, Duration, Items, Megabytes, Whole, megabytes_to_bytes
 from envelope.data_uri import Inline, decoded_bytes, encode
 from envelope.errors import BadRequest
 from envelope.formats import Format

@@ -14,9 +14,9 @@ import yaml
 from jsonschema import Draft202012Validator
 
 from coordinator.config import Config, load
-from coordinator.problems import section_in
 from coordinator.registry import STEP_TYPES, build, json_schema
-from coordinator.rules import OF_ADDRESS
+from coordinator.settings.problems import section_in
+from coordinator.settings.rules import OF_ADDRESS
 from steps.render import InProcess
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from prometheus_client import CollectorRegistry
 from coordinator import config, metrics, registry
 
 if TYPE_CHECKING:
-    from coordinator.lookup import Kubernetes
+    from coordinator.settings.lookup import Kubernetes
 
 ROOT = Path(__file__).resolve().parents[1]
 KUBERNETES = ROOT / "deploy" / "kubernetes"

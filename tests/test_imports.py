@@ -54,13 +54,16 @@ class Row:
 
 ENVELOPE = family("envelope")
 CONTRACT = ("coordinator.step", "coordinator.context")
-PLAIN = ("addresses", "admission", "background", "headers", "pipeline", "metrics", "logs", "shapes", "verdict")
+PLAIN = (
+    *("admission", "background", "headers", "pipeline", "metrics", "logs", "shapes"),
+    *("security.addresses", "workers.verdict"),
+)
 PLAIN_TOLD = tuple(f"coordinator.telemetry.{name}" for name in ("pace", "redact"))
 CORE = (*CONTRACT, *(f"coordinator.{name}" for name in PLAIN), *PLAIN_TOLD)
+AT_WORKERS = ("bootstrap", "call", "capability", "health", "release", "retry", "wire")
 WIRED = (
-    "capability",
-    *("fetch", "release", "retry", "upstream", "call", "relay", "server", "intake", "respond", "health"),
-    *("questions", "passage", "wire", "bootstrap", "outcome", "plan"),
+    *("fetch", "upstream", "relay", "server", "intake", "respond", "questions", "passage", "outcome", "plan"),
+    *(f"workers.{name}" for name in AT_WORKERS),
 )
 TOLD = ("attempt", "model_names", "recent", "server_timing", "tracing")
 LOOKUPS = {"coordinator.routing.dns": "dns", "coordinator.routing.kubernetes": "kubernetes_asyncio"}
@@ -70,8 +73,12 @@ IO = (
     *(f"coordinator.telemetry.{name}" for name in TOLD),
     *family("coordinator.http"),
 )
-SECTIONS = ("config", "pools", "proxied", "lookup", "section", "environment", "problems", "yaml_file")
-CONFIG = tuple(f"coordinator.{name}" for name in SECTIONS)
+SECTIONS = ("pools", "proxied", "lookup", "section", "environment", "problems", "yaml_file")
+CONFIG = ("coordinator.config", *(f"coordinator.settings.{name}" for name in SECTIONS))
+UNITS = "coordinator.settings.units"
+OUTBOUND = "coordinator.settings.outbound"
+KEYS = ("coordinator.security.keys", "coordinator.security.watch")
+SECRET, TLS = "coordinator.security.secret", "coordinator.security.tls"
 WIRING = (
     "coordinator.app",
     "coordinator.links",
@@ -103,8 +110,8 @@ TABLE = (
     ),
     Row(("coordinator",), "coordinator/__init__.py is a docstring: the map of the package, without imports"),
     Row(
-        ("coordinator.processes", "coordinator.telemetry"),
-        "the __init__.py of processes and of telemetry is a docstring: importing one module must not import them all",
+        tuple(f"coordinator.{name}" for name in ("processes", "telemetry", "settings", "security", "workers")),
+        "the __init__.py of a package is a docstring: importing one module must not import them all",
     ),
     Row(
         CONTRACT,
@@ -113,29 +120,29 @@ TABLE = (
         may=(*ENVELOPE, *CONTRACT),
     ),
     Row(
-        ("coordinator.units",),
-        "coordinator.units reads durations and sizes: it imports pydantic",
+        (UNITS,),
+        "settings.units reads durations and sizes: it imports pydantic",
         may=PYDANTIC,
     ),
     Row(
-        ("coordinator.secret", "coordinator.tls"),
-        "coordinator.secret and coordinator.tls read keys and certificates: they import pydantic at most",
+        (SECRET, TLS),
+        "security.secret and security.tls read keys and certificates: they import pydantic at most",
         may=PYDANTIC,
     ),
     Row(
-        ("coordinator.outbound",),
-        "coordinator.outbound is what the configuration and a step share: it imports pydantic and coordinator.secret",
-        may=(*PYDANTIC, "coordinator.secret"),
+        (OUTBOUND,),
+        "settings.outbound is what the configuration and a step share: it imports pydantic and security.secret",
+        may=(*PYDANTIC, SECRET),
     ),
     Row(
-        ("coordinator.credentials",),
-        "coordinator.credentials opens what the configuration names: it imports its modules, and those of keys",
-        may=(*CONFIG, *(f"coordinator.{name}" for name in ("keys", "secret", "tls", "watch", "outbound", "logs"))),
+        ("coordinator.security.credentials",),
+        "security.credentials opens what the configuration names: it imports its modules, and its neighbours",
+        may=(*CONFIG, *KEYS, SECRET, TLS, OUTBOUND, "coordinator.logs"),
     ),
     Row(
-        ("coordinator.keys", "coordinator.watch"),
-        "coordinator.keys and coordinator.watch import coordinator.secret, coordinator.logs and envelope",
-        may=("coordinator.secret", "coordinator.logs", *ENVELOPE),
+        KEYS,
+        "security.keys and security.watch import security.secret, coordinator.logs and envelope",
+        may=(SECRET, "coordinator.logs", *ENVELOPE),
         types=AIOHTTP,
     ),
     Row(
@@ -166,9 +173,9 @@ TABLE = (
     Row(("steps",), "steps/__init__.py is a docstring: importing one step must not import them all"),
     Row(
         STEPS_SHARE,
-        "what steps share (joined, params, prompt, stop_search, tied) imports pydantic, envelope, coordinator.units "
+        "what steps share (joined, params, prompt, stop_search, tied) imports pydantic, envelope, settings.units "
         "and the contract (coordinator.step, coordinator.context); never a step",
-        may=(*PYDANTIC, "coordinator.units", *ENVELOPE, *CONTRACT),
+        may=(*PYDANTIC, UNITS, *ENVELOPE, *CONTRACT),
     ),
     Row(
         ("steps.prefill_decode",),
@@ -178,25 +185,25 @@ TABLE = (
     Row(
         ("steps.*",),
         "a step imports envelope, pydantic, what steps share (joined, params, prompt, stop_search, tied), "
-        "coordinator.units, coordinator.outbound, coordinator.rendering and the contract (coordinator.step, "
+        "settings.units, settings.outbound, coordinator.rendering and the contract (coordinator.step, "
         "coordinator.context); never aiohttp, never another step",
-        may=(*PYDANTIC, *STEPS_SHARE, "coordinator.units", "coordinator.outbound", *RENDERING, *ENVELOPE, *CONTRACT),
+        may=(*PYDANTIC, *STEPS_SHARE, UNITS, OUTBOUND, *RENDERING, *ENVELOPE, *CONTRACT),
     ),
     *(
         Row(
             (module,),
             f"{module} is loaded only where its extra is used: it imports {package}, and what its neighbours may",
-            may=(package, *AIOHTTP, "coordinator.units", *ENVELOPE, *CORE, *IO),
-            types=("coordinator.lookup",),
+            may=(package, *AIOHTTP, UNITS, *ENVELOPE, *CORE, *IO),
+            types=("coordinator.settings.lookup",),
         )
         for module, package in LOOKUPS.items()
     ),
     Row(
         IO,
         f"the modules that do I/O (routing, {', '.join(WIRED)}, telemetry's {', '.join(TOLD)}) import aiohttp, "
-        "envelope, the core, coordinator.units and one another",
-        may=(*AIOHTTP, "coordinator.units", *ENVELOPE, *CORE, *IO),
-        types=tuple(f"coordinator.{name}" for name in ("config", "pools", "keys", "watch", "proxied", "derender.held")),
+        "envelope, the core, settings.units and one another",
+        may=(*AIOHTTP, UNITS, *ENVELOPE, *CORE, *IO),
+        types=(*CONFIG, *KEYS, "coordinator.derender.held"),
     ),
     Row(
         ("coordinator.derender", "coordinator.derender.process_main"),
@@ -213,9 +220,9 @@ TABLE = (
     Row(
         DERENDERING,
         "parser processes as the coordinator has them (process, stream, pool, held) import envelope, the core, "
-        "coordinator.problems and one another; never vllm",
+        "coordinator.settings.problems and one another; never vllm",
         may=(*ENVELOPE, *CORE, *DERENDERING),
-        types=("coordinator.problems",),
+        types=("coordinator.settings.problems",),
     ),
     Row(
         ("coordinator.telemetry.otel",),
@@ -228,31 +235,31 @@ TABLE = (
     Row(
         CONFIG,
         f"the modules of the configuration ({', '.join(SECTIONS)}) import "
-        "pydantic, envelope, coordinator.units, headers, secret, tls and outbound, and one another; only yaml_file "
+        "pydantic, envelope, headers, units, outbound, security's secret and tls, and one another; only yaml_file "
         "imports yaml",
         may=(
             *PYDANTIC,
             "yaml",
-            *(f"coordinator.{name}" for name in ("units", "headers", "secret", "tls", "outbound")),
+            *(UNITS, OUTBOUND, SECRET, TLS, "coordinator.headers"),
             *CONFIG,
             *ENVELOPE,
         ),
     ),
     Row(
         ("coordinator.registry",),
-        "coordinator.registry imports pydantic, steps, the configuration's modules, coordinator.units, "
-        "coordinator.rules, envelope and the contract (coordinator.step, coordinator.context)",
-        may=(*PYDANTIC, *family("steps"), *CONFIG, "coordinator.rules", "coordinator.units", *CONTRACT, *ENVELOPE),
+        "coordinator.registry imports pydantic, steps, the configuration's modules, settings.units, settings.rules, "
+        "envelope and the contract (coordinator.step, coordinator.context)",
+        may=(*PYDANTIC, *family("steps"), *CONFIG, "coordinator.settings.rules", UNITS, *CONTRACT, *ENVELOPE),
     ),
     Row(
         ("coordinator.processes.channel", "coordinator.processes.ports", "coordinator.processes.shares"),
         "channel, ports and shares, which several processes need, import the configuration's modules and units",
-        may=(*CONFIG, "coordinator.units"),
+        may=(*CONFIG, UNITS),
     ),
     Row(
-        ("coordinator.rules",),
-        "coordinator.rules imports the configuration's modules, coordinator.units and envelope",
-        may=(*CONFIG, "coordinator.units", *ENVELOPE),
+        ("coordinator.settings.rules",),
+        "settings.rules imports the configuration's modules, settings.units and envelope",
+        may=(*CONFIG, UNITS, *ENVELOPE),
         types=("coordinator.step",),
     ),
     Row(
@@ -287,7 +294,7 @@ IMPORTED_ONLY_BY = {
     "coordinator.cli": ("coordinator.__main__",),
     "steps": ("coordinator.registry", "steps.*", *WIRING),
     "steps.*": ("coordinator.registry", "steps.*", *WIRING),
-    "yaml": ("coordinator.yaml_file", *WIRING),
+    "yaml": ("coordinator.settings.yaml_file", *WIRING),
     "prometheus_client": ("coordinator.metrics", "coordinator.tallies", "coordinator.processes.totals", *WIRING),
     "coordinator.telemetry.otel": WIRING,
     **dict.fromkeys(LOOKUPS, WIRING),

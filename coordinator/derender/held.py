@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from coordinator.background import Faults
-    from coordinator.problems import ConfigError
+    from coordinator.settings.problems import ConfigError
 
 _NOT_INSTALLED = (
     "coordinator parses with vLLM's own parsers, and vllm is not installed here: pip install 'pd-coordinator[vllm]'"

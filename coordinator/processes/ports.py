@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from coordinator.units import ListenAddr
+    from coordinator.settings.units import ListenAddr
 
 
 @contextmanager

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from coordinator.app import build
 from coordinator.config import load
 from coordinator.logs import LEVELS, log, set_up
-from coordinator.problems import ConfigError
 from coordinator.reload import FAULT, check
+from coordinator.settings.problems import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from coordinator.pools import Pool
+from coordinator.settings.pools import Pool
 
 if TYPE_CHECKING:
     from coordinator.config import Config

@@ -15,9 +15,9 @@ from coordinator.routing.pool import PoolRouter
 if TYPE_CHECKING:
     import ssl
 
-    from coordinator.pools import HealthParams, Pool
     from coordinator.routing.members import Members
     from coordinator.routing.policies import Policy
+    from coordinator.settings.pools import HealthParams, Pool
 
 
 def pool_router(

@@ -17,12 +17,12 @@ import dns.nameserver
 import dns.resolver
 
 from coordinator.routing.discovery import LookupFailed
-from coordinator.units import split_host_port
+from coordinator.settings.units import split_host_port
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable
 
-    from coordinator.lookup import Dns
+    from coordinator.settings.lookup import Dns
 
 # Of one name, in this order, until there is an answer.
 _RECORDS = {"address": ("A", "AAAA"), "a": ("A",), "aaaa": ("AAAA",), "srv": ("SRV",)}

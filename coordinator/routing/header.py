@@ -12,7 +12,7 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 from coordinator.routing.router import Worker
-from coordinator.units import origin, parse_base_url
+from coordinator.settings.units import origin, parse_base_url
 from envelope.errors import BadRequest, Forbidden
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from coordinator.context import RequestContext
     from coordinator.routing.router import Router
-    from coordinator.units import AllowEntry
+    from coordinator.settings.units import AllowEntry
     from envelope.errors import ApiError
 
 # Workers are remembered for their in-flight count alone, so the oldest may be forgotten.

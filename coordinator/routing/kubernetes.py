@@ -23,7 +23,7 @@ from coordinator.routing.kubernetes_objects import PortUnknown, of_pods, of_slic
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
-    from coordinator.lookup import Kubernetes
+    from coordinator.settings.lookup import Kubernetes
 
 # How long the server keeps a watch open. The answer's age is never more than this, and a connection that has died
 # unnoticed is noticed soon after.

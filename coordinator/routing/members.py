@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from coordinator.routing.router import PoolLoad, Worker
-from coordinator.units import origin
+from coordinator.settings.units import origin
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

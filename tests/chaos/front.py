@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from coordinator.config import Config
-from coordinator.retry import RetryBudget
+from coordinator.workers.retry import RetryBudget
 from tests.bounds import HANG_S
 from tests.chaos.parrot import Parrot
 from tests.flows.conftest import Running, listening, merged, poll

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
-from coordinator import release
 from coordinator.config import Config
 from coordinator.logs import access
-from coordinator.retry import RetryBudget
 from coordinator.sim import Fault, SimFleet
+from coordinator.workers import release
+from coordinator.workers.retry import RetryBudget
 from tests.bounds import HANG_S
 from tests.chaos.client import PATHS, body_of, read, wrong
 from tests.chaos.oracle import expect

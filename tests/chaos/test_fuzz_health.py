@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from coordinator.health import Readiness, RoleProbe
 from coordinator.routing.router import Worker
+from coordinator.workers.health import Readiness, RoleProbe
 from tests.background import FaultsTold
 from tests.bounds import HANG_S
 from tests.chaos.mutate import bytes_mutant

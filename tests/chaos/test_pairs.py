@@ -11,10 +11,10 @@ from unittest.mock import patch
 
 import pytest
 
-from coordinator import release
 from coordinator.config import Config
-from coordinator.retry import RetryBudget
 from coordinator.sim import Settings, SimFleet
+from coordinator.workers import release
+from coordinator.workers.retry import RetryBudget
 from steps import prefill_decode
 from tests.bounds import HANG_S
 from tests.chaos.cells import Cell, Setup

@@ -8,7 +8,7 @@ import pytest
 
 from coordinator.app import build
 from coordinator.config import load
-from coordinator.problems import ConfigError
+from coordinator.settings.problems import ConfigError
 
 FILES = sorted((Path(__file__).parents[2] / "pipeline_configs").glob("*.yaml"))
 # What they name is on the operator's disk, or in packages that these tests do without.

@@ -9,7 +9,7 @@ import pytest
 
 from coordinator import headers
 from coordinator.config import Config, ConfigError, load
-from coordinator.units import ListenAddr
+from coordinator.settings.units import ListenAddr
 from envelope.connectors import KV_CONNECTORS
 
 if TYPE_CHECKING:

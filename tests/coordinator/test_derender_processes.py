@@ -17,7 +17,7 @@ from coordinator.derender import pool as pools
 from coordinator.derender.held import HeldParsers, ParserPools
 from coordinator.derender.pool import VLLM, ParserPool, ParserSettings, Unusable
 from coordinator.derender.process import ParserProcess
-from coordinator.problems import ConfigError
+from coordinator.settings.problems import ConfigError
 from envelope.errors import BadRequest, LegFailed, NoWorker
 from envelope.json_codec import dumps
 from tests.background import FaultsTold

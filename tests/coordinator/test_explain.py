@@ -11,7 +11,6 @@ import pytest
 from coordinator import registry
 from coordinator.cli import NoEvents
 from coordinator.config import load
-from coordinator.credentials import Closed
 from coordinator.explain import (
     STAND_IN_ENCODING,
     STAND_IN_HANDOVER,
@@ -22,6 +21,7 @@ from coordinator.explain import (
     guess_api,
 )
 from coordinator.links import discarded, links, routing_headers
+from coordinator.security.credentials import Closed
 from envelope.errors import BadRequest, Forbidden
 from envelope.formats import Format
 

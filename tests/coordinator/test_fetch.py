@@ -20,8 +20,8 @@ from aiohttp import web
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator import addresses
 from coordinator.fetch import USER_AGENT, HttpMediaFetcher
+from coordinator.security import addresses
 from coordinator.step import Fetched, FetchFailed, FetchLimits
 from envelope.media_types import Kind
 from tests.bounds import HANG_S
@@ -29,7 +29,7 @@ from tests.bounds import HANG_S
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
-    from coordinator.addresses import Address
+    from coordinator.security.addresses import Address
     from envelope.media_url import MediaUrl
 
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(256))

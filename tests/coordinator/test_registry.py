@@ -317,7 +317,7 @@ def test_render_has_an_address_or_a_pool(refused, made) -> None:
 @pytest.mark.parametrize("way", ["dns", "kubernetes"])
 def test_a_missing_extra_is_named(refused, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     lookup = {"dns": "decode:8000", "kubernetes": {"service": "decode"}}
-    monkeypatch.setattr("coordinator.rules.find_spec", lambda package: None)
+    monkeypatch.setattr("coordinator.settings.rules.find_spec", lambda package: None)
     assert refused("prefill", "decode", pools={"decode": {way: lookup[way]}}) == [
         f"pools.decode.{way}: a package is not installed, pip install 'pd-coordinator[{way}]'"
     ]

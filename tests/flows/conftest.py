@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from coordinator import release
 from coordinator.app import App, build
-from coordinator.capability import MODE_QUESTION
 from coordinator.config import Config
 from coordinator.sim import Received, SimFleet, SimWorker
+from coordinator.workers import release
+from coordinator.workers.capability import MODE_QUESTION
 from tests.bounds import HANG_S
 from tests.flows.client import Got, exchange
 from tests.flows.scripted import Scripted, Scripts

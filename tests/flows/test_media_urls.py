@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from aiohttp import web
 
-from coordinator import addresses
+from coordinator.security import addresses
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from coordinator.addresses import Address
+    from coordinator.security.addresses import Address
     from coordinator.sim import SimFleet
     from tests.flows.conftest import Running
 

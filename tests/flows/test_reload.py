@@ -21,9 +21,9 @@ from aiohttp import web
 from coordinator import reload
 from coordinator.app import build
 from coordinator.config import Config, Server, load
-from coordinator.problems import ConfigError
 from coordinator.reload import AT_START, FileWatch, Reloader, check
 from coordinator.serve import Alone, serve
+from coordinator.settings.problems import ConfigError
 from tests.bounds import HANG_S
 from tests.flows.conftest import merged
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from coordinator.cli import main
-from coordinator.problems import ConfigError
+from coordinator.settings.problems import ConfigError
 from tests.flows.setups import CHAT, COMPLETIONS, MESSAGES, RESPONSES, SETUPS, comparable, question
 
 COUNT_TOKENS = f"{MESSAGES}/count_tokens"

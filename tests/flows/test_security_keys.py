@@ -8,9 +8,9 @@ import pytest
 from multidict import CIMultiDict
 
 from coordinator.app import build
-from coordinator.capability import MODE_QUESTION
 from coordinator.config import Config, ConfigError
 from coordinator.sim import Settings
+from coordinator.workers.capability import MODE_QUESTION
 from tests.flows.conftest import config_tree
 from tests.flows.wire import connect, head
 

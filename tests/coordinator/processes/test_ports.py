@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from coordinator.processes.ports import reserve
-from coordinator.units import ListenAddr
+from coordinator.settings.units import ListenAddr
 
 
 def listening(port: int, *, shared: bool) -> socket.socket:

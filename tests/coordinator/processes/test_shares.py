@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from coordinator.config import Config
-from coordinator.problems import ConfigError
 from coordinator.processes.shares import share
 from coordinator.registry import build
+from coordinator.settings.problems import ConfigError
 
 
 class NoEvents:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from coordinator.context import RequestContext
-from coordinator.pools import Pool
 from coordinator.routing.choice import pool_router
 from coordinator.routing.members import Members
+from coordinator.settings.pools import Pool
 from envelope.formats import Format
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import dns.asyncresolver
 import pytest
 
-from coordinator.lookup import Dns
 from coordinator.routing.discovery import LookupFailed
 from coordinator.routing.dns import DnsSource
+from coordinator.settings.lookup import Dns
 from tests.bounds import HANG_S
 from tests.dns_server import DnsServer
 

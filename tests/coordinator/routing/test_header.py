@@ -8,7 +8,7 @@ import pytest
 
 from coordinator.context import RequestContext
 from coordinator.routing.header import HeaderRouter
-from coordinator.units import parse_allow_entry
+from coordinator.settings.units import parse_allow_entry
 from envelope.errors import BadRequest, Forbidden
 from envelope.formats import Format
 from tests.coordinator.routing import pools

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from coordinator.lookup import Kubernetes
 from coordinator.routing import kubernetes
 from coordinator.routing.discovery import LookupFailed
 from coordinator.routing.kubernetes import KubernetesSource
+from coordinator.settings.lookup import Kubernetes
 from tests.bounds import HANG_S
 from tests.kubernetes_api import KubernetesApi, endpoint_slice, pod
 

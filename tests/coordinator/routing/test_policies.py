@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, get_args
 
 import pytest
 
-from coordinator.pools import PolicyName
 from coordinator.routing.policies import LeastLoaded, PowerOfTwo, Random
 from coordinator.routing.router import PoolLoad, Worker
+from coordinator.settings.pools import PolicyName
 from tests.coordinator.routing.pools import URLS, asked, letters, made
 
 if TYPE_CHECKING:

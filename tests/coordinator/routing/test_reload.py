@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from coordinator.pools import Pool
 from coordinator.routing.choice import pool_router
 from coordinator.routing.members import Members
+from coordinator.settings.pools import Pool
 from envelope.errors import LegFailed
 from tests.coordinator.routing.pools import asked
 

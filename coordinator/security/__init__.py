@@ -1,0 +1,1 @@
+"""Keys, secrets, certificates, and which addresses may be connected to."""
