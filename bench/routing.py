@@ -127,7 +127,6 @@ def made(case: Case) -> PoolRouter:
     router = pool_router("decode", pool, Members(urls), None, counts_uncached=case.counts_uncached)
     if case.mixed:
         assert router.health is not None
-        log.setLevel(logging.ERROR)
         for number, worker in enumerate(router.known()):
             router.learn(worker, {NEEDS: "it is too old"} if number < case.workers // 2 else {})
             for _ in range(0 if number % 10 else 2):
@@ -156,6 +155,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     random.seed(args.seed)
+    log.setLevel(logging.ERROR)  # of workers that are left out, as some are to be
     print(f"{args.workers} workers, {args.in_flight} legs in flight, best of {args.rounds} rounds of {args.choices}")
     print("| policy | prompt tokens | us per choice | of a core at 5,000/s |")
     print("| :-- | --: | --: | --: |")
