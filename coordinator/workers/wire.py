@@ -429,6 +429,8 @@ def _one_chunk(data: bytes) -> bytes:
     if size > 0xFF:
         size -= 1 if size <= 0x1000 else 2
     head = b"%x\r\n" % size
+    if len(head) + size + 2 != len(data):  # of another number of digits
+        return b""
     return data[len(head) : -2] if data[: len(head)] == head and data[-2:] == b"\r\n" else b""
 
 
