@@ -156,7 +156,7 @@ def _served(config: Config, path: str, steering: Steering) -> tuple[int, list[st
 
 
 def _spare_the_collector() -> None:
-    """Let the garbage collector pass over what stays until the end, and run less often: it took 6 % of a request."""
+    """Let the garbage collector pass over what stays until the end, and run less often: requests leave it nothing."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 10, 10)

@@ -133,7 +133,7 @@ def leg_headers(
         *ctx.carried.items(),
         *trace,
     ]
-    if len(own) == len(_EVERY_LEG):
+    if len(own) == len(_EVERY_LEG):  # nothing else of ours, and the client's were left out before
         return [*ctx.headers, *own]
     ours = {name.lower() for name, _ in own}
     if "authorization" in ours:

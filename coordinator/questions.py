@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 from typing import TYPE_CHECKING
 
 from coordinator.context import RequestContext
+from coordinator.headers import leg_id
 from coordinator.step import Leg, LegLimits
 from coordinator.workers.wire import Broken, ConnectFailed, Pool, request_head
 from envelope import messages
@@ -115,5 +115,4 @@ async def _get(worker: Worker, path: str, tls: ssl.SSLContext | None) -> bytes |
 
 
 def _context(headers: Headers, request_id: str, body: dict[str, Any]) -> RequestContext:
-    leg_id = f"{request_id}-{secrets.token_hex(4)}"
-    return RequestContext(request_id, leg_id, Format.MESSAGES, body, headers, {}, stream=False)
+    return RequestContext(request_id, leg_id(request_id), Format.MESSAGES, body, headers, {}, stream=False)

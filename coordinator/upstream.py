@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from coordinator.metrics import Metrics
     from coordinator.routing.router import Router
     from coordinator.step import Leg, MediaFetcher, Parsers, Peer
-    from envelope.written import Buffer
 
 T = TypeVar("T")
 
@@ -208,8 +207,7 @@ class HttpUpstream:
                 if not error.elsewhere or spent(leg, error):
                     raise
             finally:
-                if watched.open:
-                    watched.settle("cancelled")
+                watched.settle("cancelled")
                 if leg.single_use and (call.lingering or call.took_up):
                     ctx.handover_fetched = True
             self._metrics.retries.labels(leg.step).inc()
@@ -283,11 +281,8 @@ class HttpUpstream:
         closes idle connections on its own clock, and the notice may cross our request on the wire.
         """
         leg = call.leg
-        body: list[Buffer] = []
-        length = None
-        if leg.method == "POST":
-            body = pieces(leg.body)
-            length = len(body[0]) if len(body) == 1 else sum(map(len, body))
+        body = pieces(leg.body) if leg.method == "POST" else []
+        length = sum(map(len, body)) if leg.method == "POST" else None
         trace = () if call.watched is None else call.watched.headers
         headers = leg_headers(ctx, leg, call.worker, call.attempt, trace)
         head = request_head(leg.method, call.worker.url, leg.path, headers, length)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from envelope.json_codec import without
 from envelope.rebuild import content_of
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def message_of(choice: Json, body: Json) -> Json:
             "reasoning": None,
         }
     elif message.get("tool_calls") == []:
-        message = {key: value for key, value in message.items() if key != "tool_calls"}
+        message = without(message, frozenset(("tool_calls",)))
     said = echoed(body)
     changed = {"content": said + (content or "")} if said else {}
     return {**message, "role": role(body, message.get("role") or "assistant"), **changed}

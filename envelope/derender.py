@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from envelope.errors import LegUnreadable
 from envelope.formats import PATHS, Format
 from envelope.generate import DERENDER, TEXT, TOKENS
+from envelope.json_codec import without
 from envelope.parse_context import with_parse_context
 from envelope.rebuild import choices_of, reading
 
@@ -123,7 +124,7 @@ def text_body(token_ids: list[int], finish: Json, state: Json | None, rendered: 
     """
     sampling = rendered.get("sampling_params") or {}
     # A stream's text cannot be cut, so the service takes no stop strings here.
-    asked = {name: value for name, value in _given(sampling, _DECODING).items() if name != "stop"}
+    asked = without(_given(sampling, _DECODING), frozenset(("stop",)))
     choice = _choice({"index": 0, "token_ids": token_ids, **finish})
     return {
         "stream": True,

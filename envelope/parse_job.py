@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from envelope.formats import Format
 from envelope.generate import TOKENS
+from envelope.json_codec import without
 from envelope.parse_context import with_parse_context
 
 if TYPE_CHECKING:
     from envelope.json_codec import Json
+
+_STOP_STRINGS = frozenset(("stop", "include_stop_str_in_output"))
 
 _DECODING = (
     "stop",
@@ -48,8 +51,7 @@ def parse_job(api: Format, rendered: Json, body: Json, mode: str, leg_id: str) -
 def without_stop_strings(leg: Json) -> Json:
     """Return a generate body for a worker that has no tokenizer, and refuses stop strings for that."""
     sampling = leg["sampling_params"]
-    kept = {key: value for key, value in sampling.items() if key not in ("stop", "include_stop_str_in_output")}
-    return {**leg, "sampling_params": kept}
+    return {**leg, "sampling_params": without(sampling, _STOP_STRINGS)}
 
 
 def for_no_tokenizer(leg: Json, eos_token_id: int | None) -> Json:

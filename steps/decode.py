@@ -41,6 +41,7 @@ from envelope.parse_context import with_parse_context
 from envelope.parse_job import for_no_tokenizer, parse_job, without_stop_strings
 from steps.params import LegParams
 from steps.prompt import prompt_ids
+from steps.stop_search import stops_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -316,8 +317,8 @@ class Decode:
 
     def _left_to_service(self, ctx: RequestContext, fmt: Format) -> bool:
         """Say whether stop strings end the answer that the derender step has to find by the service's word."""
-        sampling = (ctx.rendered or {}).get("sampling_params") or {}
-        return self.params.derender == "service" and self._wraps(ctx.api, fmt) and bool(sampling.get("stop"))
+        by_service = self.params.derender == "service" and self._wraps(ctx.api, fmt)
+        return by_service and stops_of(ctx.rendered or {}) is not None
 
     async def _opened(self, ctx: RequestContext, upstream: Upstream, leg: Leg) -> LiveStream:
         live = await upstream.stream(ctx, leg)

@@ -21,6 +21,7 @@ from envelope.client_request import first_media, has_media, prompt_token_ids
 from envelope.errors import BadRequest, LegUnreadable
 from envelope.features import FeaturesWrong, check, check_counts, normal
 from envelope.formats import PROMPT_FIELDS, RENDER_PATHS, Format
+from envelope.json_codec import without
 from envelope.kv_transfer import without_transfer_params
 from envelope.legs import from_render, from_token_prompt
 from envelope.media_items import check_kinds, counts, has_sound_in_video, media_items
@@ -97,6 +98,9 @@ class InProcess(StepParams):
             template_kwargs=self.default_chat_template_kwargs,
         )
 
+
+# Client fields that say what of its media the renderer is to send.
+_TENSORS = frozenset(("mm_payload", "return_mm_kwargs"))
 
 _EITHER: dict[str, Any] = {
     "dependentRequired": {name: ["tokenizer", "max_model_len"] for name in InProcess.model_fields},
@@ -198,7 +202,7 @@ class Render:
 
     async def _ask(self, ctx: RequestContext, upstream: Upstream) -> Json:
         # The answer's stream fields follow the client's, so the body goes as it is.
-        body = {key: value for key, value in ctx.body.items() if key not in ("mm_payload", "return_mm_kwargs")}
+        body = without(ctx.body, _TENSORS)
         if not self._settings.tokens_in and has_media(body):
             body["mm_payload"] = "none"  # tensors are megabytes, and no leg would be sent them
         leg = Leg(self.type, "render", RENDER_PATHS[ctx.api], body, self._limits, read=loads_rendered)

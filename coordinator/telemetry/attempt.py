@@ -46,13 +46,9 @@ class Watcher:
 
 
 class Watched:
-    """One call under way.
+    """One call under way."""
 
-    Attributes:
-        open: it is not known yet how the call went.
-    """
-
-    __slots__ = ("_clock", "_closed", "_ids", "_metrics", "_trace", "attempt", "open")
+    __slots__ = ("_clock", "_closed", "_ids", "_metrics", "_settled", "_trace", "attempt")
 
     def __init__(
         self, attempt: Attempt, trace: LegTrace, metrics: Metrics, clock: Callable[[], float], ctx: RequestContext
@@ -63,8 +59,7 @@ class Watched:
         self._clock = clock
         # Not the context itself, whose answer may be the call that has this: a cycle.
         self._ids = ctx.request_id, ctx.leg_id
-        self.open = True
-        self._closed = False
+        self._settled = self._closed = False
         metrics.leg_opened(attempt)
 
     @property
@@ -81,9 +76,9 @@ class Watched:
 
     def settle(self, outcome: str) -> None:
         """Note how the call went; the first word stands."""
-        if not self.open:
+        if self._settled:
             return
-        self.open = False
+        self._settled = True
         attempt = self.attempt
         attempt.outcome, attempt.seconds = outcome, self._clock() - attempt.begun
         self._metrics.attempt(attempt)
@@ -103,7 +98,7 @@ class Watched:
         """Note that the worker has nothing more to do for us; call it once."""
         self._metrics.leg_closed(self.attempt)
         self._closed = True
-        if not self.open:
+        if self._settled:
             self._trace.end(self.attempt)
 
 

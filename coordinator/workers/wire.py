@@ -377,8 +377,7 @@ class Pool:
         if self._sweeping is None:
             self._sweeping = connection.loop.call_later(self._sweep_s, self._sweep, connection.loop)
         now = connection.loop.time()
-        if idle and not self._usable(idle[0], now):
-            self._drop(idle, now)
+        self._drop(idle, now)
         if connection.reusable and len(idle) < self._idle_cap:
             connection.idle_since = now
             idle.append(connection)

@@ -158,7 +158,10 @@ def test_a_pair_that_is_taken_away_while_it_is_read_leaves_the_old_one(
     path = folder()
     certificate = Certificate(path)
     there = certificate._current
-    lose = lambda file, label: Path(path, "tls.key").unlink(missing_ok=True)  # noqa: E731
+
+    def lose(file: object, label: object) -> None:
+        Path(path, "tls.key").unlink(missing_ok=True)
+
     monkeypatch.setattr("coordinator.security.tls._must_hold", lose)
     with pytest.raises(ValueError, match=r"tls\.key cannot be read: No such file or directory"):
         certificate.read()
