@@ -120,6 +120,7 @@ class ParsedChunks(Chunks):
     def _choice(self, chunk: Json, choice: Json, event: bytes = b"") -> bytes:
         delta, before = choice["delta"], self._before.get(choice["index"])
         if before is not None and delta and choice["finish_reason"] is None:
+            self.content_seen = self.content_seen or any(delta.values())
             return before + dumps(delta) + self._after
         return self._special(chunk, choice)
 

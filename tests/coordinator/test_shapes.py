@@ -8,7 +8,17 @@ from typing import Any
 import pytest
 
 from coordinator.context import Answer, RequestContext
-from coordinator.shapes import ENVELOPES, EVENT_STREAM, JSON, asked, error_body, error_event, stream_shape, whole_answer
+from coordinator.shapes import (
+    ENVELOPES,
+    EVENT_STREAM,
+    JSON,
+    PARSED,
+    asked,
+    error_body,
+    error_event,
+    stream_shape,
+    whole_answer,
+)
 from envelope import chat, completions, messages, responses
 from envelope.errors import BadRequest, LegFailed
 from envelope.formats import Format
@@ -135,6 +145,25 @@ def test_any_other_stream_passes_through_without_its_hand_over(exposed: bool, sh
     assert isinstance(shape, PassThrough)
     event = b"data: " + dumps({"choices": [{"index": 0, "delta": {"content": "x"}}], "kv_transfer_params": HANDOVER})
     assert json.loads(data_of(shape.feed(event + b"\n\n")) or b"")["kv_transfer_params"] == shown
+
+
+SPEAKING = [(api, envelope.Chunks, "text", "a") for api, envelope in ENVELOPES.items()]
+SPEAKING += [
+    (api, shape, "delta", delta) for api, shape in PARSED.items() for delta in ({"reasoning": "a"}, {"content": "a"})
+]
+
+
+@pytest.mark.parametrize(("api", "shape", "member", "said"), SPEAKING)
+def test_every_frame_with_content_is_told_of(api: Format, shape: Any, member: str, said: Any) -> None:
+    """Not the first alone: the gaps between them are measured."""
+    stream = shape(asked(context(api, stream=True), CREATED))
+    choice = {"index": 0, "finish_reason": None, "token_ids": [5], member: said}
+    told = []
+    for _ in range(4):
+        assert stream.feed(b"data: " + dumps({"request_id": "r", "choices": [choice]}) + b"\n\n")
+        told.append(stream.content_seen)
+        stream.content_seen = False
+    assert told == [True] * 4
 
 
 # --- failures ------------------------------------------------------------------------------------------------------
