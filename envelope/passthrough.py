@@ -21,8 +21,8 @@ _LAST_EVENTS: dict[Format, tuple[str, ...]] = {
     Format.MESSAGES: ("message_stop",),
 }
 _TRANSFER_PARAMS = ("kv_transfer_params", "ec_transfer_params")
-_USAGE_KEY = b'"usage":'
-_TRANSFER_KEY = b'_transfer_params":'
+_USAGE_KEY = b'"usage"'
+_TRANSFER_KEY = b'_transfer_params"'
 
 # What an event says: chat's content, completions' and messages' text, the delta of responses.
 _TEXT = re.compile(rb'"(?:content|text|delta)": ?"([^"\\]+)"')
@@ -37,17 +37,11 @@ class PassThrough:
     Args:
         format: what the worker sends; it decides what ends the stream and what counts as content.
         strip_transfer_params: take the hand-over out of events, which would tell a client of hosts and ports.
-        drop_usage: leave out the usage chunk (``choices: []``), which the client did not ask for.
         max_event_bytes: the largest event that is taken.
     """
 
     def __init__(
-        self,
-        format: Format,
-        *,
-        strip_transfer_params: bool = False,
-        drop_usage: bool = False,
-        max_event_bytes: int = MAX_EVENT_BYTES,
+        self, format: Format, *, strip_transfer_params: bool = False, max_event_bytes: int = MAX_EVENT_BYTES
     ) -> None:
         self.usage: Json | None = None
         self.content_seen = False
@@ -56,9 +50,8 @@ class PassThrough:
         self._last_events = _LAST_EVENTS.get(format, ())
         self._end_marks = tuple(name.encode() for name in self._last_events) or (DONE,)
         self._strip = strip_transfer_params
-        self._drop_usage = drop_usage
         self._generating = False  # some event had content
-        self._before, self._after = b"?", b"?"  # what stood around the text of an event in which nothing else was
+        self._before = self._after = b""  # what stood around the text of an event in which nothing else was
         self._lessons = _LESSONS
         self._choice_seen = False
         self._ended = False
@@ -67,7 +60,7 @@ class PassThrough:
         # Most events differ from the one before by their text alone. Where that has no quote in it, it is all text.
         start, end = len(self._before), len(data) - len(self._after)
         if (
-            start < end
+            0 < start < end
             and data[:start] == self._before
             and data[end:] == self._after
             and _QUOTE not in data[start:end]
@@ -112,14 +105,14 @@ class PassThrough:
             self._before, self._after = block[: found.start(1)], block[found.end(1) :]
 
     def _worth_a_look(self, block: bytes) -> bool:
-        # Quotes in a model's text have backslashes in JSON, so of these only an end mark can hit there, and
-        # _watch tells it apart.
+        # Quotes in a model's text have backslashes in JSON, so of these only an end mark and the word itself can hit
+        # there, and _watch tells them apart. The name of an event has no quotes.
         find = block.find  # `in` raises and catches a TypeError first
         for mark in self._end_marks:
             if find(mark) >= 0:
                 return True
         return (
-            find(b'"error"') >= 0
+            find(b"error") >= 0
             or (find(_USAGE_KEY) >= 0 and _is_set(block, _USAGE_KEY))
             or (self._strip and find(_TRANSFER_KEY) >= 0 and _is_set(block, _TRANSFER_KEY))
         )
@@ -139,10 +132,8 @@ class PassThrough:
         if not isinstance(body, dict):
             return event
         self._note(body, event)
-        if self._drop_usage and body.get("choices") == [] and body.get("usage"):
-            return b""
-        if self._strip and _is_set(event, _TRANSFER_KEY):
-            return with_data(event, dumps(without_transfer_params(body)))
+        if self._strip and (told := without_transfer_params(body)) != body:
+            return with_data(event, dumps(told))
         return event
 
     def _note(self, body: Json, event: bytes) -> None:
@@ -183,8 +174,8 @@ def error_message(error: Any) -> str:
 
 
 def _is_set(block: bytes, key: bytes) -> bool:
-    """Say whether a key stands somewhere with a value other than null."""
-    return block.count(key) != block.count(key + b"null")
+    """Say whether a key may stand somewhere with a value other than null: also with blanks, or as a value itself."""
+    return block.count(key) != block.count(key + b":null")
 
 
 def _usage_of(part: Json) -> Json | None:
