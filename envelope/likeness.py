@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 
 _IDS = re.compile(rb'"token_ids": ?\[([0-9, ]*)\]')
+_TEXTS = re.compile(rb'"text"\s*:')
 _NUMBERS = re.compile(rb"(?:(?:0|[1-9][0-9]*)(?:, ?(?:0|[1-9][0-9]*))*)?")
 _QUOTE, _BACKSLASH = ord('"'), ord("\\")
 
@@ -33,13 +34,14 @@ class Likeness:
         Args:
             text: as JSON, with its quotes.
 
-        Returns: whether it is what the next ones are compared with; its ids must stand before its text.
+        Returns: whether it is what the next ones are compared with; its ids must stand before its text, and no other
+            text in it, under whatever spelling of the name.
         """
-        if not self._lessons or _BACKSLASH in text:
+        if not self._lessons or _BACKSLASH in event:
             return False
         self._lessons -= 1
         ids, said = _IDS.search(event), event.find(b'"text":' + text)
-        if ids is None or ids.end() > said:
+        if ids is None or ids.end() > said or len(_TEXTS.findall(event)) != 1:
             return False
         start = said + len(b'"text":"')
         end = start + len(text) - len(b'""')

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from envelope.likeness import Likeness
+from envelope.sse import split
+
+RECORDINGS = Path(__file__).parent.parent / "data" / "recordings"
 
 
 def event(text: str = "a", ids: Any = (1,), **fields: Any) -> bytes:
@@ -29,6 +33,16 @@ def learned() -> Likeness:
 @pytest.mark.parametrize("ids", [[], [1], [1, 22, 333], [151643]])
 def test_other_text_and_other_ids_are_what_it_may_have(learned: Likeness, text: str, ids: list[int]) -> None:
     assert learned.text(event(text, ids)).decode() == text
+
+
+def test_what_vllm_sends_is_learned_from() -> None:
+    """Also where it echoes an output_mode that is called as the member is."""
+    raw = (RECORDINGS / "vllm-0.33.0" / "generate" / "generate_text_stream.sse").read_bytes()
+    recorded = split(raw)[0]
+    assert b'"output_mode":"text"' in recorded and recorded.count(rb'"\n"') == 1
+    likeness = Likeness()
+    assert likeness.learn(recorded.replace(rb'"\n"', b'"first"'), b'"first"')
+    assert likeness.text(recorded.replace(rb'"\n"', b'"another"')) == b"another"
 
 
 UNLIKE = [
@@ -84,6 +98,8 @@ NOT_LEARNED = [
     (event("a", None), b'"a"'),
     (b'data: {"choices":[{"text":"a","token_ids":[1]}]}\n\n', b'"a"'),
     (event("a"), b'"b"'),
+    (event("a", extra={"text": "a"}), b'"a"'),
+    (event("a").replace(b'"logprobs"', b'"te\\u0078t":"a","logprobs"'), b'"a"'),
 ]
 
 
