@@ -309,6 +309,8 @@ class Connection(asyncio.Protocol):
     async def _answer(self, request: Request) -> None:
         response = request.response
         try:
+            if (turn := self._server.turns.take(self._loop)) is not None:
+                await turn
             await self._server.answer(request)
             if response.closes and response.ended and not request.body.complete:
                 await self._linger()
