@@ -25,8 +25,10 @@ install: $(DEV)  ## .venv with everything that tests and tools need
 demo: $(DEMO)  ## simulated workers and the coordinator, no GPU: make demo ARGS='--ask "Hello"'
 	@$(BIN)/coordinator demo $(ARGS)
 
+# Each worker, and each process that a test starts, would compile all there is if none might keep what it has compiled.
+test: export PYTHONDONTWRITEBYTECODE =
 test: $(DEV)  ## the quick tests: make test ARGS='-k sse'
-	$(BIN)/python -m pytest -m "not e2e" -n auto --maxprocesses 8 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -m "not e2e" -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 cov: $(DEV)  ## the quick tests, with the lines and branches that they miss
 	$(BIN)/python -m pytest -m "not e2e" --cov=coordinator --cov=steps --cov=envelope --cov-branch \

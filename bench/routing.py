@@ -105,10 +105,14 @@ class Legs:
             router.report(done, None)
 
 
-def microseconds(case: Case, choices: int, in_flight: int, rounds: int) -> float:
-    """Return what one choice costs of a processor's time, with all that it has in its wake, in the best round."""
+def microseconds(case: Case, choices: int, in_flight: int, rounds: int, known: int = CONVERSATIONS) -> float:
+    """Return what one choice costs of a processor's time, with all that it has in its wake, in the best round.
+
+    Args:
+        known: choices that are made before.
+    """
     legs, spent = Legs(made(case), in_flight, case), []
-    for number in range(-CONVERSATIONS, choices * rounds, AT_A_TIME):
+    for number in range(-known, choices * rounds, AT_A_TIME):
         first, *contexts = requests(range(number - 1, number + AT_A_TIME), case)
         legs.begin(first)
         begun = time.thread_time_ns()

@@ -63,11 +63,10 @@ def file(tmp_path: Path) -> Callable[..., str]:
 
 @pytest.fixture
 def restored() -> Iterator[None]:
-    """Put logging and the garbage collector back as they were: serve and demo set them up."""
+    """Put logging and the garbage collector's pace back as they were: serve and demo set them up."""
     root = logging.getLogger()
     before, collected_at = (root.handlers[:], root.level), gc.get_threshold()
     yield
-    gc.unfreeze()
     gc.set_threshold(*collected_at)
     root.handlers[:] = before[0]
     root.setLevel(before[1])

@@ -13,7 +13,7 @@ COUNTED = ", ".join(map(str, range(1, 21))) + "."
 
 @contextmanager
 def jumping_clock(monkeypatch):
-    """Let the event loop's clock jump some seconds when nothing has come for some milliseconds.
+    """Let the event loop's clock jump some seconds when nothing has come for a millisecond.
 
     Gives a function that tells how many seconds have passed on it.
     """
@@ -22,7 +22,7 @@ def jumping_clock(monkeypatch):
 
     def look(timeout=None):
         nonlocal jumped
-        ready = select(0.005 if timeout is None else min(timeout, 0.005))
+        ready = select(0.001 if timeout is None else min(timeout, 0.001))
         if not ready and timeout:
             jumped += min(timeout, 5.0)
         return ready

@@ -35,7 +35,6 @@ def left_in_cycles() -> Iterator[list[str]]:
     finally:
         gc.set_debug(0)
         gc.garbage.clear()
-        gc.unfreeze()
         gc.enable()
 
 

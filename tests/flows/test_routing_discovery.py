@@ -94,7 +94,7 @@ async def test_every_role_may_be_looked_up(by, started, fleet_of, legs):
     for _ in range(4):
         assert (await at.chat()).status == 200
     assert [len(legs(worker)) for worker in fleet.decodes] == [2, 2]
-    found = await at.metrics()
+    found = await at.metrics("coordinator_discover")
     assert found['coordinator_discovered_workers{role="decode"}'] == 2
     assert found['coordinator_discovered_workers{role="render"}'] == 1
     assert found['coordinator_discovery_last_success_timestamp_seconds{role="prefill"}'] > 1.7e9

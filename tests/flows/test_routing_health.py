@@ -23,7 +23,7 @@ def states():
     """``await states(at)`` is how many decode workers there are in each state, without those in none."""
 
     async def of(at):
-        found = await at.metrics()
+        found = await at.metrics("coordinator_workers{")
         named = {state: f'coordinator_workers{{role="decode",state="{state}"}}' for state in STATES}
         return {state: found[name] for state, name in named.items() if found[name]}
 
