@@ -39,7 +39,7 @@ def loads(raw: bytes | bytearray | memoryview | str, *, depth: int = 0) -> Any:
         JSONDecodeError: not JSON, not UTF-8, or nested deeper than 250 levels.
     """
     value = orjson.loads(raw)
-    if not _plain(raw, depth) and _has_huge_float(value, depth):
+    if not _plain(raw, depth) and _has_huge_float(value, raw, depth):
         return json.loads(bytes(raw) if isinstance(raw, memoryview) else raw)
     return value
 
@@ -99,7 +99,7 @@ def _plain(raw: bytes | bytearray | memoryview | str, depth: int) -> bool:
     )
 
 
-def _has_huge_float(value: Any, depth: int = 0) -> bool:
+def _has_huge_float(value: Any, raw: bytes | bytearray | memoryview | str, depth: int) -> bool:
     """Say whether a float stands where a huge integer may have been.
 
     Long flat lists (token ids) are looked at by their first item only: walking them would cost more than
@@ -108,7 +108,7 @@ def _has_huge_float(value: Any, depth: int = 0) -> bool:
     Raises:
         JSONDecodeError: nested too deeply to be written again.
     """
-    found, level = False, [value]
+    found, level, shallow = False, [value], None
     while level:
         if depth > _MAX_DEPTH:
             raise JSONDecodeError(f"nested too deeply, more than {_MAX_DEPTH} levels", "", 0)
@@ -121,10 +121,31 @@ def _has_huge_float(value: Any, depth: int = 0) -> bool:
             elif isinstance(node, list):
                 if len(node) <= _SHORT_LIST or isinstance(node[0], (dict, list)):
                     below.extend(node)
+                    continue
+                if shallow is None:
+                    shallow = _few_brackets(raw)
+                if not (shallow or _is_flat(node)):
+                    below.extend(node)
             elif isinstance(node, float) and not -_BEYOND_64_BITS < node < _BEYOND_64_BITS:
                 found = True
         level, depth = below, depth + 1
     return found
+
+
+def _few_brackets(raw: bytes | bytearray | memoryview | str) -> bool:
+    """Say whether a text has too few brackets to be nested too deeply; ``count`` would look at each byte by itself."""
+    text, found = raw.encode() if isinstance(raw, str) else bytes(raw), 0
+    for bracket in (b"[", b"{"):
+        at = text.find(bracket)
+        while at >= 0:
+            if (found := found + 1) > _MAX_DEPTH:
+                return False
+            at = text.find(bracket, at + 1)
+    return True
+
+
+def _is_flat(items: list[Any]) -> bool:
+    return {dict, list}.isdisjoint(map(type, items))
 
 
 def _finite(value: Any) -> Any:

@@ -64,6 +64,7 @@ NOT_JSON = {
     "nested too deep": b"[" * 252 + b"]" * 252,
     "nested too deep for any parser": b"[" * 1025 + b"]" * 1025,
     "objects nested too deep": b'{"a":' * 252 + b"1" + b"}" * 252,
+    "nested too deep behind many numbers": b"[" + b"1," * 65 + b"[" * 252 + b"]" * 252 + b"]",
     "nested without end": b"[" * 200_000,
 }
 
