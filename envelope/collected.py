@@ -89,6 +89,8 @@ class Collected:
 
     def _add(self, choice: Json) -> None:
         index = choice["index"]
+        if not isinstance(index, int):
+            raise TypeError(f"the index is of type {type(index).__name__}")
         whole = self._choices.setdefault(index, {**choice, "token_ids": [], "logprobs": None})
         if self._mode != TOKENS:
             self._pieces.setdefault(index, []).append(choice["text"])

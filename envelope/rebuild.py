@@ -52,11 +52,13 @@ def choices_of(reply: Json) -> list[Json]:
     """Return the choices of a generate answer, in the order of their indexes.
 
     Raises:
-        LegUnreadable: there is none, or one is no object.
+        LegUnreadable: there is none, or one is no object, or its index no number.
     """
     choices = reply.get("choices")
     if not isinstance(choices, list) or not choices or not all(isinstance(item, dict) for item in choices):
         raise LegUnreadable("decode", "the worker's answer has no choices")
+    if not all(isinstance(choice.get("index") or 0, int) for choice in choices):
+        raise LegUnreadable("decode", "a choice of the worker's answer has an index that is no number")
     return sorted(choices, key=lambda choice: choice.get("index") or 0)
 
 

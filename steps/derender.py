@@ -29,7 +29,7 @@ from envelope.derender import (
 from envelope.errors import ApiError, LegError, LegUnreadable
 from envelope.formats import Format
 from envelope.json_codec import JSONDecodeError, dumps, loads_lenient
-from envelope.rebuild import reading
+from envelope.rebuild import choices_of, reading
 from envelope.sse import Events, data_of, frame
 from steps.params import StepParams
 from steps.stop_search import StopSearch, stops_of
@@ -106,7 +106,7 @@ class Calls:
 
     async def whole(self, reply: Json) -> Json:
         """Return a whole generate answer, derendered."""
-        if not any(choice.get("token_ids") for choice in reply.get("choices") or ()):
+        if not any(choice.get("token_ids") for choice in choices_of(reply)):
             return derendered(self._ctx.api, reply, {"choices": []})
         answer = await self._ask(self._ctx.api, whole_body(self._ctx.api, reply, self._rendered, self._request))
         return derendered(self._ctx.api, reply, answer)

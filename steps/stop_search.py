@@ -85,8 +85,9 @@ class StopSearch:
     def _cut(self, reply: Json, prompt_tokens: int) -> Json:
         if not self._ends:
             return reply
-        choices = [self._ended(choice) for choice in reply["choices"]]
-        return counted({**reply, "choices": choices}, prompt_tokens)
+        with reading("decode"):
+            choices = [self._ended(choice) for choice in reply["choices"]]
+            return counted({**reply, "choices": choices}, prompt_tokens)
 
     def _ended(self, choice: Json) -> Json:
         end = self._ends.get(choice["index"])
@@ -96,8 +97,8 @@ class StopSearch:
         """Look at what a choice has gained since it was last looked at."""
         with reading("decode"):
             index, all_tokens = choice["index"], list(choice.get("token_ids") or ())
-        if index in self._ends:
-            return
+            if index in self._ends:
+                return
         seen = self._seen.setdefault(index, _Seen(self._stop))
         tokens: list[int] = all_tokens[seen.count :]
         finish = {name: choice.get(name) for name in ("finish_reason", "stop_reason")}

@@ -9,7 +9,7 @@ import pytest
 
 from coordinator.context import Answer
 from coordinator.step import Reply
-from envelope.errors import LegFailed
+from envelope.errors import LegFailed, LegUnreadable
 from envelope.formats import Format
 from envelope.json_codec import dumps
 from steps.decode import Decode
@@ -392,6 +392,24 @@ async def test_a_whole_answer_is_cut_too(derender: Derender, context: Any, finis
     assert len(given["logprobs"]["content"]) == 6
     assert len(to.texts) <= 1 + 5
     assert ctx.answer.body["prompt_logprobs"] == [None]
+
+
+ODD_CHOICES = [{"index": [[1]]}, {"index": "0"}, {"index": {}}, {"logprobs": [{}]}, {"logprobs": {"content": 1}}]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("odd", [*ODD_CHOICES, {"usage": [1]}, {"choices": "none"}], ids=str)
+async def test_an_answer_of_another_shape_is_the_worker_s_fault(
+    derender: Derender, context: Any, odd: dict[str, Any], streamed: bool
+) -> None:
+    reply = tokens(*b"abcdef", finish="length")
+    where = reply["choices"][0] if odd in ODD_CHOICES else reply
+    where |= odd
+    ctx = context("chat", BODIES["chat"], rendered=STOPPED)
+    source: Any = Live(event(reply), DONE) if streamed else dumps(reply)
+    ctx.generated = Answer(source, Format.GENERATE, wrap=True, body=None if streamed else reply)
+    with pytest.raises(LegUnreadable):
+        await derender.run(ctx, Speller())
 
 
 async def test_whose_fault_it_is_when_a_search_fails(derender: Derender, context: Any, upstream: Any) -> None:
