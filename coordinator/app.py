@@ -30,6 +30,7 @@ from coordinator.settings.problems import ConfigError
 from coordinator.telemetry.model_names import ModelNames
 from coordinator.telemetry.recent import Recent
 from coordinator.telemetry.tracing import PASSING
+from coordinator.version import version
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -112,6 +113,7 @@ def build(config: Config) -> App:
         proxied=server.proxied_routes,
         passage=passage,
     )
+    metrics.watch_process(version())
     metrics.watch_pools(lambda: healths(front.plan.upstream.links))
     patience = Patience(
         server.write_stall_timeout or None,

@@ -7,6 +7,7 @@ from a body. What several processes have may be added up, gauges too.
 
 from __future__ import annotations
 
+import platform
 from typing import TYPE_CHECKING
 
 from prometheus_client import (
@@ -15,6 +16,7 @@ from prometheus_client import (
     Counter,
     Gauge,
     Histogram,
+    ProcessCollector,
     generate_latest,
 )
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -51,9 +53,11 @@ OTHER = "other"
 # Of several processes each finds these by itself, and all find the same: the greatest is told, not the sum.
 NOT_SUMMED = frozenset(
     {
+        "coordinator_build_info",
         "coordinator_workers",
         "coordinator_discovered_workers",
         "coordinator_discovery_last_success_timestamp_seconds",
+        "process_start_time_seconds",
     }
 )
 
@@ -110,6 +114,9 @@ class Metrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
+        self.build_info = Gauge(
+            "coordinator_build_info", "1; the release and its Python.", ["version", "python"], registry=registry
+        )
         self.requests = Count(
             "coordinator_requests",
             "Requests that are over, by route, outcome and model.",
@@ -298,6 +305,11 @@ class Metrics:
 
     def background_failed(self, task: str) -> None:
         self.background_faults.labels(task).inc()
+
+    def watch_process(self, version: str) -> None:
+        """Tell of the process too, as other programs do: its release, CPU time, memory and open files (Linux)."""
+        self.build_info.labels(version, platform.python_version()).set(1)
+        ProcessCollector(registry=self.registry)
 
     def watch_pools(self, pools: Callable[[], Mapping[str, PoolHealth]]) -> None:
         self.registry.register(Pools(pools))

@@ -37,7 +37,7 @@ def documented() -> dict[str, set[str]]:
     """Return the labels of every sample, by its name, as the docs (which a test holds against the code) have them."""
     found = {"up": set(TARGET)}
     for line in DOCS.splitlines():
-        if line.startswith("| `coordinator_"):
+        if line.startswith(("| `coordinator_", "| `process_")):
             name, kind, labels = (cell.strip().strip("`") for cell in line.split("|")[1:4])
             for suffix in SUFFIXES.get(kind, ("",)):
                 own = {"le"} if suffix == "_bucket" else set()
@@ -138,7 +138,7 @@ class Fleet:
         self.states = {"well": 3}
         self.scrapes = Scrapes()
         self.metrics.watch_pools(lambda: {"decode": Pool(self)})
-        self.up = 1
+        self.up, self.files = 1, 100
         self.succeeded_at: float | None = None
 
     def lasted(self, each: Callable[[Fleet, int], None] | None) -> float:
@@ -153,7 +153,8 @@ class Fleet:
             if each is not None and step > 15:
                 each(self, step)
             pages = self.metrics.page()[0].decode(), generate_latest(self.supervisor.registry).decode()
-            for page in (*pages, f"# TYPE up gauge\nup {self.up}\n"):
+            files = f"process_open_fds {self.files}\nprocess_max_fds 1000\n"
+            for page in (*pages, files, f"# TYPE up gauge\nup {self.up}\n"):
                 self.scrapes.add(now, page, **TARGET)
         return now
 
@@ -193,6 +194,10 @@ def down(fleet: Fleet, step: int) -> None:
     fleet.up = 0
 
 
+def files_open(fleet: Fleet, step: int) -> None:
+    fleet.files = 950
+
+
 def left_out(fleet: Fleet, step: int) -> None:
     fleet.states = {"well": 1, "ejected": 1, "down": 1}
 
@@ -220,6 +225,7 @@ TROUBLES: dict[str, Callable[[Fleet, int], None]] = {
     "WorkersNotFound": lookups_fail,
     "ConfigurationRefused": lambda fleet, step: step == 25 and fleet.metrics.config_reloads.labels("refused").inc(),
     "ParserProcessesEnd": lambda fleet, step: fleet.metrics.parser_ended("hung") if step == 25 else None,
+    "FilesRunOut": files_open,
     "ProcessesDie": lambda fleet, step: fleet.supervisor.restarts.inc() if step % 5 == 0 else None,
 }
 

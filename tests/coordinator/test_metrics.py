@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -169,6 +170,17 @@ def test_the_docs_have_every_metric_and_no_other(metrics: Metrics) -> None:
     }
     assert documented() == made | looked_up
     assert len(made) == len(instruments(metrics)) + 1
+
+
+def test_the_process_tells_of_itself_as_the_docs_say(metrics: Metrics) -> None:
+    metrics.watch_process("1.2.3")
+    assert value(metrics, "coordinator_build_info", version="1.2.3", python=platform.python_version()) == 1
+    told = {family.name + ("_total" if family.type == "counter" else "") for family in metrics.registry.collect()}
+    rows = {line.split("`")[1] for line in DOCS.read_text().splitlines() if line.startswith("| `process_")}
+    assert rows == {name for name in told if name.startswith("process_")}
+    before = value(metrics, "process_open_fds")
+    with DOCS.open():
+        assert value(metrics, "process_open_fds") == (before or 0) + 1
 
 
 def test_the_workers_of_a_pool_are_counted_when_the_page_is_asked_for(metrics: Metrics) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import platform
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.parser import text_string_to_metric_families
@@ -61,11 +62,13 @@ def test_what_all_processes_find_alike_is_told_once() -> None:
     def process(workers: int) -> Families:
         metrics = Metrics(CollectorRegistry())
         metrics.discovered("decode", workers)
+        metrics.watch_process("1.2.3")
         metrics.watch_pools(dict)
         return families(metrics.registry)
 
     found = shown(total([process(4), process(3)]))
     assert found["coordinator_discovered_workers", "decode"] == 4
+    assert found["coordinator_build_info", platform.python_version(), "1.2.3"] == 1
     names = {family.name for family in process(1) if family.type == "gauge"}
     assert names >= NOT_SUMMED
 
