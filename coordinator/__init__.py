@@ -23,7 +23,7 @@ command line.
 
 The packages: ``routing`` picks a worker, ``workers`` has what a leg does there (``wire`` is the hot module of the
 program), ``settings`` the sections and values of the file, ``security`` keys, certificates and addresses, ``telemetry``
-tells what happened, ``processes`` runs several processes on one
-port, ``rendering`` does what a render service does where a file says so, ``derender`` has vLLM's parsers in processes
-of their own, and ``sim`` is the simulated workers of ``demo`` and of the tests.
+tells what happened, ``processes`` runs several processes on one port, ``rendering`` does what a render service does
+where a file says so, ``derender`` has vLLM's parsers in processes of their own, and ``sim`` is the simulated workers of
+``demo`` and of the tests.
 """

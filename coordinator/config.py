@@ -137,7 +137,8 @@ class Server(Section):
     api_keys: ApiKeys = Field(
         (),
         description="keys of which clients must send one, as Authorization: Bearer or x-api-key; each is the key, "
-        "env:NAME or file:PATH; none lets everybody in; /healthz and /readyz stay open, and /metrics on its own port",
+        "env:NAME or file:PATH; none lets everybody in; /healthz, /health and /readyz stay open, and /metrics on its "
+        "own port",
     )
     api_keys_file: str = Field("", description="file with more such keys, one on a line; read again when it changes")
     forward_authorization: bool | None = Field(

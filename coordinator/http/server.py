@@ -168,7 +168,8 @@ class Server:
         """
         methods = self._routes.get(request.path)
         if methods is None:
-            raise UnknownPath(f"{_shown(request.path)} is not served here")
+            served = ", ".join(sorted(self._routes))
+            raise UnknownPath(f"{_shown(request.path)} is not served here; the paths are {served}")
         handler = methods.get("GET" if request.method == "HEAD" else request.method)
         if handler is None:
             allowed = ", ".join(sorted([*methods, *(["HEAD"] if "GET" in methods else [])]))

@@ -195,7 +195,7 @@ async def test_a_path_that_is_not_listed_is_a_404_and_reaches_no_worker(coordina
     for method in ("POST", "GET"):
         async with connect(at.url) as wire:
             await wire.send(post(path, b"{}") if method == "POST" else head(path, method=method))
-            check_error(await wire.answer(), 404, "NotFoundError", "is not served here")
+            check_error(await wire.answer(), 404, "NotFoundError", "is not served here; the paths are /health, ")
     assert asked(fleet) == []
 
 
