@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import orjson
-
 from envelope.errors import LegUnreadable
 from envelope.generate import TEXT, TOKENS
+from envelope.json_codec import loads_lenient
 from envelope.passthrough import DONE, error_message
 from envelope.rebuild import reading
 from envelope.sse import Events, data_of
@@ -44,12 +43,12 @@ class Collected:
             LegUnreadable: the stream cannot be understood, or tells of a failure.
         """
         for event in self._events.feed(data):
-            said = data_of(event)
+            said = (data_of(event) or b"").strip()
             if said == DONE:
                 self._ended = True
             elif said:
                 with reading("decode"):
-                    self._take(orjson.loads(said))
+                    self._take(loads_lenient(said))
         return True
 
     def end(self) -> None:

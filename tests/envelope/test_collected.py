@@ -77,3 +77,12 @@ def test_a_stream_of_tokens_may_be_ended_by_us() -> None:
     reply = collected.reply([0, 1])
     assert (reply["output_mode"], reply["usage"]) == ("tokens", None)
     assert all("text" not in choice for choice in reply["choices"])
+
+
+def test_what_streams_are_relayed_with_is_taken_here_too() -> None:
+    """Numbers that JSON does not have, and blanks behind the end mark."""
+    collected = Collected()
+    for part in (chunk("a", [1], logprobs={"content": [{"logprob": float("-inf")}]}, finish_reason="stop"), DONE):
+        collected.feed(part.replace(b"[DONE]", b"[DONE] "))
+    (choice,) = collected.reply()["choices"]
+    assert choice["logprobs"] == {"content": [{"logprob": float("-inf")}]}
