@@ -108,10 +108,10 @@ class TextStream(ABC):
             raise LegUnreadable("decode", f"cannot read a chunk of the worker's stream: {error!r}") from None
 
     def _choice(self, chunk: Json, choice: Json, event: bytes = b"") -> bytes:
-        before = self._before.get(choice["index"])
-        if before is not None and choice["text"] and choice["finish_reason"] is None:
+        before, said = self._before.get(choice["index"]), choice["text"]
+        if before is not None and said and type(said) is str and choice["finish_reason"] is None:
             self.content_seen = True
-            text = dumps(choice["text"])
+            text = dumps(said)
             if self._likeness.learn(event, text):
                 self._likened = before
             return before + text + self._after

@@ -442,6 +442,13 @@ class TestChunks:
         with pytest.raises(LegFailed, match="ended early"):
             shape.close()
 
+    def test_a_text_that_is_none_is_a_failed_leg_wherever_it_stands(self) -> None:
+        shape = chat.Chunks(asked())
+        shape.feed(ev(chunk("a", (1,))) + ev(chunk("b", (2,))))
+        for odd in (5, ["a"], {"a": 1}):
+            with pytest.raises(LegFailed, match="the text is of type"):
+                shape.feed(ev(chunk(odd, (3,))))
+
     @pytest.mark.parametrize(
         "data",
         ["{", "x", "[1]", '{"choices": [{"index": 0}]}', '{"choices": 3}', '{"choices": [3]}', '{"choices": "ab"}'],
