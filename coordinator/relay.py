@@ -59,8 +59,7 @@ async def pump(source: LiveStream, shape: Shape, sink: Sink, on_content: Callabl
     except LegError:
         if not _told_its_end(shape):
             raise
-    if rest := shape.close():
-        sink.put(rest)
+    shape.close()
 
 
 def _told_its_end(shape: Shape) -> bool:

@@ -82,20 +82,19 @@ class PassThrough:
             return block
         return b"".join([self._watch(event) for event in split(block)])
 
-    def close(self) -> bytes:
-        """End the stream; there is never a rest to give back.
+    def close(self) -> None:
+        """End the stream.
 
         Raises:
             LegFailed: the end mark never came, half an event is left, or nothing was generated. A stream that
                 the worker itself has failed with an error event is not failed a second time.
         """
         if self.error is not None:
-            return b""
+            return
         if not self._ended or self._events.unfinished:
             raise LegFailed("decode", "the worker's stream ended early")
         if not self._choice_seen:
             raise LegFailed("decode", "the worker's stream ended without any output")
-        return b""
 
     def _learn(self, block: bytes) -> None:
         """Remember what stands around the text of an event, if that is all of a block."""

@@ -51,8 +51,8 @@ class Shape(Protocol):
             LegFailed: an event is larger than the cap, or cannot be understood.
         """
 
-    def close(self) -> bytes:
-        """Say that the worker's body has ended; give back the rest.
+    def close(self) -> None:
+        """Say that the worker's body has ended.
 
         Raises:
             LegFailed: the stream was cut: the end mark, or a choice's finish, never came.

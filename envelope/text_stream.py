@@ -72,8 +72,8 @@ class TextStream(ABC):
             return self._data(block, block[6:-2])  # the rule: one event of one line in one read
         return b"".join([self._event(event) for event in split(block)]) if block else b""
 
-    def close(self) -> bytes:
-        """End the stream; there is never a rest to give back.
+    def close(self) -> None:
+        """End the stream.
 
         Raises:
             LegFailed: the end mark or a choice's finish never came. A stream that the worker itself has
@@ -81,7 +81,6 @@ class TextStream(ABC):
         """
         if self.error is None and (not self._ended or self._events.unfinished):
             raise LegFailed("decode", "the worker's stream ended early")
-        return b""
 
     def _event(self, event: bytes) -> bytes:
         data = data_of(event)

@@ -95,15 +95,14 @@ class TextChunks(ABC):
             return self._event(block)
         return b"".join([self._event(event) for event in split(block)]) if block else b""
 
-    def close(self) -> bytes:
-        """End the stream; there is never a rest to give back.
+    def close(self) -> None:
+        """End the stream.
 
         Raises:
             LegFailed: neither the worker's end mark, after a finish, nor its error has come.
         """
         if not self._ended:
             raise LegFailed("decode", "the worker's stream ended early")
-        return b""
 
     def fail(self, error: ApiError, request_id: str) -> bytes:
         """Give back the events that tell a client, mid-stream, of a failure that the worker did not tell of.

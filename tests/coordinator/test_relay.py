@@ -30,25 +30,23 @@ class Source:
 
 
 class Upper:
-    """A shape: upper case, ``.`` held back until the end, content is whatever is no ``r``. Implements ``Shape``."""
+    """A shape: upper case, ``.`` is nothing, content is whatever is no ``r``. Implements ``Shape``."""
 
     usage = error = None
     content_seen = False
 
     def __init__(self, closing: Exception | None = None) -> None:
-        self._held, self._closing = b"", closing
+        self._closing = closing
 
     def feed(self, data: bytes) -> bytes:
         if data == b".":
-            self._held += data
             return b""
         self.content_seen = self.content_seen or data != b"r"
         return data.upper()
 
-    def close(self) -> bytes:
+    def close(self) -> None:
         if self._closing is not None:
             raise self._closing
-        return self._held
 
 
 class Sink:
@@ -88,8 +86,8 @@ async def test_content_is_told_each_time_right_after_it_was_written() -> None:
     assert await pumped(b"a", b"r", b"b") == ["read", b"A", "content", "read", b"R", "read", b"B", "content"]
 
 
-async def test_what_a_shape_holds_back_is_not_written_and_comes_at_the_end() -> None:
-    assert await pumped(b"a", b".", b"b") == ["read", b"A", "content", "read", "read", b"B", "content", b"."]
+async def test_where_a_shape_makes_nothing_of_a_read_nothing_is_written() -> None:
+    assert await pumped(b"a", b".", b"b") == ["read", b"A", "content", "read", "read", b"B", "content"]
 
 
 async def test_a_stream_without_content_tells_of_none() -> None:
@@ -115,7 +113,7 @@ async def test_when_it_breaks_off_everything_before_that_has_been_written(ends: 
 
 
 async def test_a_source_that_breaks_behind_the_end_of_its_answer_breaks_nothing() -> None:
-    assert await pumped(b"a", b".", source=LegFailed("decode", "x")) == ["read", b"A", "content", "read", b"."]
+    assert await pumped(b"a", b".", source=LegFailed("decode", "x")) == ["read", b"A", "content", "read"]
 
 
 async def test_a_client_who_is_gone_stops_the_reading() -> None:

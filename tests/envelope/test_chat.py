@@ -105,7 +105,9 @@ def comparable(answer: dict[str, Any]) -> str:
 
 
 def rebuilt(shape: chat.Chunks, *parts: bytes) -> bytes:
-    return b"".join([shape.feed(part) for part in parts]) + shape.close()
+    out = b"".join([shape.feed(part) for part in parts])
+    shape.close()
+    return out
 
 
 def ev(value: Any) -> bytes:

@@ -55,7 +55,9 @@ def asked_as(name: str, **rendered: Any) -> Asked:
 def sent(shape: Shape, stream: bytes, size: int | None = None) -> bytes:
     size = size or len(stream)
     pieces = [stream[at : at + size] for at in range(0, len(stream), size)]
-    return b"".join(shape.feed(piece) for piece in pieces) + shape.close()
+    out = b"".join(shape.feed(piece) for piece in pieces)
+    shape.close()
+    return out
 
 
 # --- chat ----------------------------------------------------------------------------------------------------------
