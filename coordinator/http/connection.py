@@ -123,12 +123,6 @@ class Connection(asyncio.Protocol):
             raise ConnectionResetError("the client is gone")
         self._transport.write(data)
 
-    def writelines(self, parts: tuple[bytes, ...]) -> None:
-        """Write several parts, none of them copied; errors as in ``write``."""
-        if self._transport.is_closing():
-            raise ConnectionResetError("the client is gone")
-        self._transport.writelines(parts)
-
     @property
     def unsent(self) -> int:
         """How many bytes wait for the client."""

@@ -70,7 +70,8 @@ class Response:
         if len(body) <= _JOIN_UP_TO:
             self._connection.write(head + body)
         else:
-            self._connection.writelines((head, body))
+            self._connection.write(head)
+            self._connection.write(body)
         self.written += len(head) + len(body)
 
     def begin(self, status: int, headers: Iterable[tuple[str, str]]) -> None:

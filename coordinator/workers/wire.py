@@ -112,7 +112,9 @@ class Connection(asyncio.Protocol):
         if len(body) == 1 and len(body[0]) <= _JOIN_UP_TO:
             self._transport.write(head + body[0])
         else:
-            self._transport.writelines((head, *body))
+            self._transport.write(head)
+            for part in body:
+                self._transport.write(part)
 
     async def head(self, ends_at: float | None = None) -> None:
         """Wait for the answer's head, until this time of the loop.

@@ -218,6 +218,16 @@ def legs() -> Callable[[SimWorker], list[Received]]:
 
 
 @pytest.fixture
+def wanted(legs: Callable[[SimWorker], list[Received]]) -> Callable[[SimWorker], list[Received]]:
+    """``wanted(worker)`` are its legs without those that only free what prefill holds, which come at any time."""
+
+    def of(worker: SimWorker) -> list[Received]:
+        return [leg for leg in legs(worker) if "-release" not in (leg.header("X-Request-Id") or "")]
+
+    return of
+
+
+@pytest.fixture
 def excuse() -> Excuses:
     return Excuses()
 

@@ -182,7 +182,7 @@ async def test_a_handover_that_no_decode_worker_could_be_asked_about_is_still_de
 @pytest.mark.parametrize("shape", ["openai", "text"])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_handover_that_has_grown_old_is_not_sent(
-    coordinator, fleet, legs, excuse, ask, eventually, shape, stream
+    coordinator, fleet, legs, wanted, excuse, ask, eventually, shape, stream
 ):
     """D1: prefill may have given the blocks away; the request begins again, under another id, with a fresh one."""
     excuse("unread", "too old to be fetched")
@@ -197,7 +197,7 @@ async def test_a_handover_that_has_grown_old_is_not_sent(
     assert (got.status, got.text) == (200, HELLO)
     [first, second] = legs(fleet.prefill)
     assert first.header("x-request-id") != second.header("x-request-id")
-    [leg] = [leg for leg in legs(fleet.decode) if leg.body.get("max_tokens") != 1]
+    [leg] = wanted(fleet.decode)
     assert handovers([leg])[0] in fleet.store.read
     assert await at.count("coordinator_handovers_missing_total", reason="too_old") == 1
     assert await at.count("coordinator_retries_total", step="prefill_again") == 1

@@ -11,7 +11,7 @@ HELLO = "Hello! How can I help you today?"
 
 @pytest.mark.parametrize("shape", ["openai", "text", "derender"])
 async def test_a_thousand_requests_over_connections_that_have_died_are_all_answered(
-    coordinator, fleet, excuse, ask, shape
+    coordinator, fleet, wanted, excuse, ask, shape
 ):
     """L08: every kept connection is dead when it is used, on every leg; eight clients at a time, 340 requests a shape.
 
@@ -28,9 +28,7 @@ async def test_a_thousand_requests_over_connections_that_have_died_are_all_answe
     assert [got for some in answers for got in some if (got.status, got.whole, got.text) != (200, True, "OK")] == []
     assert await at.count("coordinator_stale_connections_total", role="prefill") > 100
     assert await at.count("coordinator_stale_connections_total", role="decode") > 100
-    brought = [leg for leg in fleet.decode.received if leg.body and "kv_transfer_params" in leg.body]
-    wanted = [leg for leg in brought if "-release" not in (leg.header("X-Request-Id") or "")]
-    sent = [leg.body["kv_transfer_params"]["remote_request_id"] for leg in wanted]
+    sent = [leg.body["kv_transfer_params"]["remote_request_id"] for leg in wanted(fleet.decode)]
     assert len(sent) == len(set(sent))
 
 

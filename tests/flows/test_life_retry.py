@@ -42,7 +42,7 @@ async def test_a_prefill_worker_that_is_gone_is_gone_round(coordinator, fleet_of
 @pytest.mark.parametrize("shape", ["openai", "text"])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_decode_that_dies_over_a_handover_makes_the_request_begin_again(
-    coordinator, fleet_of, legs, excuse, shape, stream
+    coordinator, fleet_of, legs, wanted, excuse, shape, stream
 ):
     """L07: the hand-over may have been read, so it is never sent twice: another prefill, another decode worker."""
     excuse("unread", "whether the decode that died had read the blocks, nobody can tell")
@@ -52,7 +52,7 @@ async def test_a_decode_that_dies_over_a_handover_makes_the_request_begin_again(
     got = await at.chat(stream=stream)
     assert (got.status, got.whole, got.text) == (200, True, HELLO)
     assert len(legs(fleet.prefill)) == 2
-    sent = [leg.body["kv_transfer_params"]["remote_request_id"] for worker in fleet.decodes for leg in legs(worker)]
+    sent = [leg.body["kv_transfer_params"]["remote_request_id"] for worker in fleet.decodes for leg in wanted(worker)]
     assert len(sent) == len(set(sent)) == 2
 
 

@@ -34,9 +34,6 @@ class Transport:
     def write(self, data: bytes) -> None:
         self.written += data
 
-    def writelines(self, parts: Iterable[bytes]) -> None:
-        self.written += b"".join(parts)
-
     def get_write_buffer_size(self) -> int:
         return self.waiting
 

@@ -81,7 +81,7 @@ async def test_each_answer_has_the_framing_that_its_request_can_read(
 async def test_an_answer_before_the_end_of_its_request_closes_the_connection() -> None:
     response, peer = made(asked(()), complete=False)
     response.whole(413, (), b"")
-    assert b"HTTP/1.1 413 Request Entity Too Large\r\n" in peer.transport.written
+    assert peer.transport.written.startswith(b"HTTP/1.1 413 ")
     assert b"\r\nConnection: close\r\n" in peer.transport.written
 
 
