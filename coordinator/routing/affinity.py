@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from copy import copy
 from dataclasses import dataclass
-from itertools import islice
 from random import getrandbits
 from typing import TYPE_CHECKING
 
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from coordinator.routing.router import PoolLoad, Worker
 
 _HOLDERS = 4  # workers that are remembered for a block
+_LAST = 2  # marks of a prompt that are remembered: the next prompt may end a little before
 _ENDS = 8  # ends of prompts that are remembered between a mark and the next
 _SEEN_ENOUGH = 0.5
 _NEAR = 64  # places on the ring: with a limit of 1.25 times the mean, at least a fifth of the workers are below it
@@ -62,7 +62,7 @@ class PrefixAffinity:
         self._remembered_blocks = remembered_blocks
         self._max_load = max_load
         self._free_tokens = free_tokens
-        self._stays: dict[Worker, _Stay] = {}
+        self._stays: dict[Worker, tuple[_Stay]] = {}  # each in the tuple that stands for it in the table
         self._table: OrderedDict[int, tuple[_Stay, ...]] = OrderedDict()
         self._ends: OrderedDict[int, tuple[int, ...]] = OrderedDict()
         self._ring = Ring()
@@ -77,9 +77,9 @@ class PrefixAffinity:
             return
         stays = self._stays
         for worker in [worker for worker in stays if worker not in self._workers]:
-            stays.pop(worker).here = False
+            stays.pop(worker)[0].here = False
         for worker in workers:
-            stays.setdefault(worker, _Stay(worker))
+            stays.setdefault(worker, (_Stay(worker),))
 
     def beside(self) -> PrefixAffinity:
         """Return one with a ring of its own, which goes by this one's table; who is told of prompts is this one."""
@@ -92,7 +92,7 @@ class PrefixAffinity:
         if before._marks is self._marks:
             self._table, before._table = before._table, OrderedDict()
             self._ends, before._ends = before._ends, OrderedDict()
-            self._stays, before._stays = before._stays, {worker: _Stay(worker) for worker in before._stays}
+            self._stays, before._stays = before._stays, {worker: (_Stay(worker),) for worker in before._stays}
 
     def choose(self, ctx: RequestContext, usable: Usable = None, *, again: bool = False) -> Worker | None:
         asked, limit = prompt(ctx, self._marks), self._limit()
@@ -103,12 +103,15 @@ class PrefixAffinity:
 
     def remember(self, ctx: RequestContext, worker: Worker) -> None:
         """Note that a worker is sent this request's prompt."""
-        if (stay := self._stays.get(worker)) is not None:
-            sent, blocks = prompt(ctx, self._marks), self._marks.blocks
-            ends = self._marks.spread and sent.marks and sent.blocks > blocks[sent.marks - 1]
-            if ends and not self._remember(sent, [sent.blocks], 1, stay):
-                self._note_end(sent.number(blocks[sent.marks - 1]), sent.blocks)
-            self._remember(sent, blocks, sent.marks, stay)
+        alone, sent = self._stays.get(worker), prompt(ctx, self._marks)
+        if alone is None or not sent.marks:
+            return
+        last = self._marks.blocks[sent.marks - 1]
+        if self._marks.spread and sent.blocks > last and not self._note(sent.number(sent.blocks), alone):
+            self._note_end(sent.number(last), sent.blocks)
+        self._remember(sent, alone)
+        while len(self._table) > self._remembered_blocks:
+            self._table.popitem(last=False)
 
     def uncached_tokens(self, ctx: RequestContext, most: int, usable: Usable = None) -> int:
         """Return how many of a prompt's tokens the worker that would be chosen now was not sent before.
@@ -120,7 +123,7 @@ class PrefixAffinity:
         worker, _ = self._of_those_sent_it(asked, self._limit(), usable)
         known, _ = self._last
         if worker is not None:
-            stay = self._stays.get(worker)
+            (stay,) = self._stays[worker]
             for end in sorted(self._ends.get(asked.number(known), ()), reverse=True):
                 if end <= asked.blocks and stay in self._table.get(asked.number(end), ()):
                     known = end
@@ -145,16 +148,16 @@ class PrefixAffinity:
         table, blocks = self._table, self._marks.blocks
         whole = blocks[asked.marks - 1] if asked.marks else 0
         self._last = 0, whole
-        seen, before = 0, None
+        seen, before, enough = 0, None, _SEEN_ENOUGH * whole
         for mark in range(asked.marks, 0, -1):
-            if blocks[mark - 1] < _SEEN_ENOUGH * whole:
+            if (many := blocks[mark - 1]) < enough:
                 break
-            holders = table.get(asked.number(blocks[mark - 1]))
+            holders = table.get(asked.number(many))
             if holders is None or holders is before:
                 continue
             before = holders
             if (worker := _least(holders, limit, usable)) is not None:
-                self._last = blocks[mark - 1], whole
+                self._last = many, whole
                 return worker, mark
             seen = seen or (mark if _any_here(holders) else 0)
         return None, seen
@@ -167,7 +170,7 @@ class PrefixAffinity:
         blocks = self._marks.blocks
         while seen < asked.marks - 1 and _any_here(self._table.get(asked.number(blocks[seen]), ())):
             seen += 1
-        return asked.place(blocks[min(seen, asked.marks - 1)])
+        return asked.number(blocks[min(seen, asked.marks - 1)])
 
     def _mine(self, usable: Usable) -> Callable[[Worker], bool]:
         workers = self._workers
@@ -175,9 +178,8 @@ class PrefixAffinity:
 
     def _by_ring(self, place: int, limit: float, usable: Usable) -> Worker | None:
         """Return the next worker that is not above the limit; of those near by the least loaded, where all are."""
-        near = islice(self._ring.after(place), _NEAR)
-        # Where none of these may be chosen, few may at all, and their places do not matter any more.
-        for workers in (near, self._workers):
+        # Where none of those near by may be chosen, few may at all, and their places do not matter any more.
+        for workers in (self._ring.after(place, _NEAR), self._workers):
             least = None
             for worker in workers:
                 if usable is not None and not usable(worker):
@@ -191,28 +193,36 @@ class PrefixAffinity:
 
     def _limit(self) -> float:
         """Return the load above which a worker gets nothing more; never all of them are above it."""
-        return max(self._max_load * self._pool.tokens / (len(self._workers) or 1), self._free_tokens)
+        limit = self._max_load * self._pool.tokens / (len(self._workers) or 1)
+        return limit if limit > self._free_tokens else self._free_tokens
 
-    def _remember(self, sent: Prompt, blocks: Sequence[int], marks: int, stay: _Stay) -> bool:
-        """Note what was sent up to each of so many marks; say whether a part of it had been before."""
-        table = self._table
-        alone: tuple[_Stay, ...] = (stay,)
-        before, now, known = alone, alone, False
-        for mark in range(marks - 1, -1, -1):
+    def _remember(self, sent: Prompt, alone: tuple[_Stay]) -> None:
+        """Note what was sent up to the last marks, and up to the first that was sent to nobody yet.
+
+        So with each prompt that goes on from a shared beginning there is a mark more of it, until they are told apart.
+        """
+        table, blocks, others = self._table, self._marks.blocks, max(sent.marks - _LAST, 0)
+        for mark in range(sent.marks - 1, others - 1, -1):
+            if self._note(sent.number(blocks[mark]), alone):
+                return  # and so was what comes before it
+        for mark in range(others):
             number = sent.number(blocks[mark])
-            holders = table.get(number)
-            if holders is None:
+            if not _any_here(table.get(number, ())):
                 table[number] = alone
-                continue
-            table.move_to_end(number)
-            if known := stay in holders:  # and so it is in what comes before it
-                break
-            if holders is not before:  # what went the same way shares one tuple
-                before, now = holders, (stay, *holders[: _HOLDERS - 1])
-            table[number] = now
-        while len(table) > self._remembered_blocks:
-            table.popitem(last=False)
-        return known
+                return
+            self._note(number, alone)
+
+    def _note(self, number: int, alone: tuple[_Stay]) -> bool:
+        """Note that a worker was sent what has this number; say whether it had been before."""
+        table = self._table
+        if (holders := table.get(number)) is None:
+            table[number] = alone
+            return False
+        table.move_to_end(number)
+        if alone[0] in holders:
+            return True
+        table[number] = *alone, *holders[: _HOLDERS - 1]
+        return False
 
     def _note_end(self, mark: int, blocks: int) -> None:
         """Note that a prompt ends behind so many blocks, of those whose last mark has this number."""
@@ -226,7 +236,10 @@ class PrefixAffinity:
 
 
 def _any_here(holders: Sequence[_Stay]) -> bool:
-    return any(stay.here for stay in holders)
+    for stay in holders:  # noqa: SIM110 - a generator takes three times as long
+        if stay.here:
+            return True
+    return False
 
 
 def _least(holders: Sequence[_Stay], limit: float, usable: Usable) -> Worker | None:

@@ -2,7 +2,7 @@
 
 A number stands for everything up to a mark in the prompt, as the block hashes of vLLM's prefix cache do, and like there
 it depends on the model (a LoRA adapter is one), the cache salt, and the media inside. It is no proof: a wrong one costs
-a cache hit at most. Replicas have numbers of their own, and agree on the places where prompts belong.
+a cache hit at most. Replicas have the same numbers, and so agree on the places where prompts belong.
 
 To read all of a prompt is too much for a choice among workers. Prompts that differ somewhere mostly differ from there
 on, so it is enough to look into their first block, where dates and names often stand, and right before the mark.
@@ -19,16 +19,16 @@ from envelope.prompt import CHARACTERS_PER_TOKEN, beginning, count_tokens, known
 from envelope.token_ids import CHARACTERS_PER_ID, TokenIds
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Sequence
 
     from coordinator.context import RequestContext
     from envelope.json_codec import Json
 
+    Media = Sequence[tuple[int, int]]
+
 # Of a prompt that is text; what is behind it does not matter for the choice any more.
 _MAX_BYTES = 1 << 20
 _BEFORE = 16  # tokens that are read before a mark
-_SPREAD = 64  # tokens, or words of text, that are read of all that is before it
-_WORD = 8  # characters: a digit alone may be the same in most tokens
 
 
 class Marks:
@@ -57,7 +57,7 @@ def marks(block_tokens: int, spread: bool) -> Marks:
 
 
 class Prompt:
-    """The numbers of one prompt, each made when somebody asks for it.
+    """The numbers of one prompt, each made when somebody asks for it; they are the same in every process.
 
     Attributes:
         blocks: whole blocks.
@@ -65,64 +65,65 @@ class Prompt:
         rendered: a renderer made the tokens.
     """
 
-    __slots__ = (
-        *("_begin", "_block", "_known", "_media", "_said", "_seed", "_spread", "_unit"),
-        *("blocks", "marks", "rendered"),
-    )
+    __slots__ = ("_before", "_begin", "_block", "_known", "_media", "_said", "_spread", "blocks", "marks", "rendered")
+
+    _points = 0  # of all that is before a mark, so many are read; up to twice as many
 
     def __init__(
-        self,
-        seed: int,
-        said: bytes | Sequence[int],
-        unit: int,
-        where: Marks,
-        *,
-        media: Sequence[tuple[int, int]] = (),
-        rendered: bool = False,
+        self, seed: int, said: Any, length: int, unit: int, where: Marks, rendered: bool, media: Media = ()
     ) -> None:
-        self._seed = seed
         self._said = said
-        self._unit = unit
-        self._spread = where.spread
         self._media = media
+        self._before = _BEFORE * unit
+        self._block = block = where.block_tokens * unit
+        self._spread = where.spread
+        self.blocks = blocks = length // block
+        self.marks = bisect_right(where.blocks, blocks)
         self.rendered = rendered
-        self._block = where.block_tokens * unit
-        self.blocks = (len(said) - isinstance(said, bytes)) // self._block
-        self.marks = bisect_right(where.blocks, self.blocks)
-        self._begin = self._hash(seed, 0, self._block)
+        self._begin = hash((seed, self._read(0, block))) if blocks else 0
         self._known: dict[int, int] = {}
 
     def number(self, blocks: int) -> int:
         """Return what stands for so many blocks."""
         if (found := self._known.get(blocks)) is None:
             stop = blocks * self._block
-            found = self._hash(self._begin, stop - _BEFORE * self._unit, stop)
+            found = hash((self._begin, self._read(stop - self._before, stop)))
             if self._spread:
-                found = self._hash_of_all(found, stop)
+                # The same places for all marks up to the double, so that they are in the processor's caches.
+                step = (self._block << blocks.bit_length() - 1) // self._points or 1
+                found = hash((found, self._read(0, stop, step)))
+            if self._media and (before := [each for place, each in self._media if place < stop]):
+                found = hash((found, *before))
             self._known[blocks] = found
         return found
 
-    def place(self, blocks: int) -> int:
-        """Return where a prompt that begins with so many blocks belongs, which is the same in every process."""
-        said, stop = self._said, blocks * self._block
+    def _read(self, start: int, stop: int, step: int = 1) -> int:
+        """Return what stands for a part, or for what is so far apart in it."""
+        raise NotImplementedError
+
+
+class _Text(Prompt):
+    """Of bytes, be they the text of tokens."""
+
+    __slots__ = ()
+
+    # One digit may be the same in two prompts by chance, so these are more than of tokens.
+    _points = 256
+
+    def _read(self, start: int, stop: int, step: int = 1) -> int:
+        return crc32(self._said[start:stop:step])
+
+
+class _Tokens(Prompt):
+    """Of numbers."""
+
+    __slots__ = ()
+
+    _points = 64
+
+    def _read(self, start: int, stop: int, step: int = 1) -> int:
         # The hash of a tuple of numbers does not differ from process to process, as that of a text does.
-        if isinstance(said, bytes):
-            return hash((self._seed, crc32(said[: self._block]), crc32(said[stop - _BEFORE * self._unit : stop])))
-        return self.number(blocks)
-
-    def _hash(self, number: int, start: int, stop: int) -> int:
-        said = self._said
-        if isinstance(said, bytes):
-            return hash((number, said[start:stop]))
-        return hash((number, *said[start:stop], *(each for place, each in self._media if place < stop)))
-
-    def _hash_of_all(self, number: int, stop: int) -> int:
-        """Return what stands for all that is before a place, of which a part is read, the same distance apart."""
-        said = self._said
-        if not isinstance(said, bytes):
-            return hash((number, *said[: stop : stop // _SPREAD or 1]))
-        words = memoryview(said)[: stop - stop % _WORD].cast("Q")
-        return hash((number, words[:: len(words) // _SPREAD or 1].tobytes()))
+        return hash(tuple(self._said[start:stop:step]))
 
 
 def prompt(ctx: RequestContext, where: Marks) -> Prompt:
@@ -137,18 +138,21 @@ def _prompt(ctx: RequestContext, where: Marks) -> Prompt:
     tokens, rendered = known_tokens(ctx.api, ctx.body, ctx.rendered), ctx.rendered is not None
     if tokens is None:
         before, said = beginning(ctx.body, _MAX_BYTES)
-        return Prompt(hash((_seed(ctx.body), crc32(before))), said, CHARACTERS_PER_TOKEN, where)
+        return _Text(hash((_seed(ctx.body), crc32(before))), said, len(said) - 1, CHARACTERS_PER_TOKEN, where, False)
     generate = ctx.body if ctx.rendered is None else ctx.rendered
-    media = _media(generate)  # whose places are told in tokens
-    if isinstance(tokens, TokenIds) and not media:
-        return Prompt(_seed(generate), tokens.raw, CHARACTERS_PER_ID, where, rendered=rendered)
-    return Prompt(_seed(generate), tokens, 1, where, media=media, rendered=rendered)
+    seed, features = _seed(generate), generate.get("features")
+    media = _media(features) if isinstance(features, dict) else ()
+    if not isinstance(tokens, TokenIds):
+        return _Tokens(seed, tokens, len(tokens), 1, where, rendered, media)
+    if media:
+        media = [*zip(tokens.places(place for place, _ in media), (each for _, each in media), strict=True)]
+    return _Text(seed, tokens.raw, len(tokens.raw) - 1, CHARACTERS_PER_ID, where, rendered, media)
 
 
 def tokens_behind(ctx: RequestContext, where: Marks, blocks: int, most: int) -> int:
     """Return how many of a prompt's tokens are behind its first blocks; from ``most`` on they need not be counted."""
     tokens = known_tokens(ctx.api, ctx.body, ctx.rendered)
-    if isinstance(tokens, TokenIds) and not _media(ctx.rendered):
+    if isinstance(tokens, TokenIds):
         return tokens.behind(blocks * where.block_tokens * CHARACTERS_PER_ID, most)
     return count_tokens(ctx.api, ctx.body, ctx.rendered) - blocks * where.block_tokens
 
@@ -162,14 +166,10 @@ def _number(text: Any) -> int:
     return crc32(str(text).encode(errors="replace"))
 
 
-def _media(generate: Mapping[str, Any] | None) -> Sequence[tuple[int, int]]:
+def _media(features: Json) -> Media:
     """Return where media begin, in tokens, and a number for each: their placeholder tokens are all the same."""
-    features = generate and generate.get("features")
-    return tuple(_hashes(features)) if isinstance(features, dict) else ()
-
-
-def _hashes(features: Json) -> Iterable[tuple[int, int]]:
+    found = []
     for modality, hashes in (features.get("mm_hashes") or {}).items():
         places = (features.get("mm_placeholders") or {}).get(modality, ())
-        for each, place in zip(hashes, places, strict=False):
-            yield place["offset"], _number(each)
+        found += [(place["offset"], _number(each)) for each, place in zip(hashes, places, strict=False)]
+    return sorted(found)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left
 from hashlib import blake2b
 from operator import itemgetter
 from typing import TYPE_CHECKING
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 _POINTS = 64  # of each worker
 _BYTES = 8
+_BITS = 8 * _BYTES
 
 
 class Ring:
@@ -22,6 +23,7 @@ class Ring:
     def __init__(self) -> None:
         self._points: list[int] = []
         self._owners: list[Worker] = []
+        self._divide()
 
     def use(self, workers: Sequence[Worker]) -> None:
         """Let these be on the ring."""
@@ -31,14 +33,20 @@ class Ring:
         placed.sort(key=itemgetter(0))
         self._points = [point for point, _ in placed]
         self._owners = [worker for _, worker in placed]
+        self._divide()
 
-    def after(self, place: int) -> Iterator[Worker]:
-        """Yield the workers that follow on a number, some of them more than once, once round."""
-        owners, first = self._owners, bisect_right(self._points, place)
-        for at in range(first, len(owners)):
-            yield owners[at]
-        for at in range(first):
-            yield owners[at]
+    def _divide(self) -> None:
+        """Note where each part of the ring begins, of one or two for a point: a choice looks there, and not at many."""
+        bits = max(len(self._points).bit_length(), 1)
+        self._shift, half = _BITS - bits, 1 << bits - 1
+        # A list's places below 0 are its last ones, as the numbers below 0 are here.
+        self._parts = [bisect_left(self._points, part << self._shift) for part in (*range(half), *range(-half, 0))]
+
+    def after(self, place: int, most: int) -> Iterator[Worker]:
+        """Return the first workers from a number's part on, some more than once, and at most once round."""
+        owners, first = self._owners, self._parts[place >> self._shift]
+        begin = first - len(owners)  # below 0, so that the end goes on with the beginning
+        return map(owners.__getitem__, range(begin, min(begin + most, first)))
 
 
 def _points(url: str) -> list[int]:

@@ -30,8 +30,8 @@ class PolicyParams(Section):
     )
     remembered_blocks: Count = Field(
         200_000,
-        description="prefix_affinity: marks of which it is remembered who was sent what is before them; a prompt of "
-        "32,768 tokens has 16, at some 300 bytes each here",
+        description="prefix_affinity: marks of which it is remembered who was sent what is before them; a new "
+        "prompt takes three or four, at some 300 bytes each here",
     )
     max_load: float = Field(
         1.25,

@@ -228,6 +228,17 @@ def test_what_orjson_cannot_write_beside_a_text_is_written_all_the_same() -> Non
     assert written(leg) == b'{"messages":["a"],"seed":%d,"token_ids":[1,2]}' % 10**30
 
 
+@given(st.lists(st.integers(0, 300_000), min_size=1, max_size=200), st.data())
+def test_where_ids_begin_in_the_text_is_told_to_a_character_without_reading_them(listed: list[int], data: Any) -> None:
+    ids = TokenIds(dumps(listed))
+    asked = sorted(data.draw(st.lists(st.integers(0, len(listed) - 1))))
+    begins = [len(dumps(listed[:each])) - (not each) for each in asked]
+    assert {place - begin for place, begin in zip(ids.places(asked), begins, strict=True)} <= {0, 1}
+    assert ids._numbers is None
+    (beyond,) = ids.places([len(listed) + 100])
+    assert beyond >= len(ids.raw)
+
+
 def test_token_ids_serve_as_the_list_that_they_are() -> None:
     ids = TokenIds(b"[5,0,7]")
     assert len(ids) == 3

@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 from collections import Counter
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -90,7 +91,7 @@ def test_a_prompt_has_the_same_place_in_every_process() -> None:
         "from tests.coordinator.routing.pools import asked; from coordinator.routing.blocks import marks, prompt\n"
         "body = {'model': 'm', 'cache_salt': 's', 'messages': [{'role': 'user', 'content': 'a' * 400}]}\n"
         "prompts = [prompt(ctx, marks(16, False)) for ctx in (asked(range(96)), asked(body=body))]\n"
-        "print(*(each.place(blocks) for each in prompts for blocks in (1, 2, 5)))"
+        "print(*(each.number(blocks) for each in prompts for blocks in (1, 2, 5)))"
     )
     outputs = {
         subprocess.run(
@@ -148,15 +149,30 @@ def test_the_longest_prefix_that_was_sent_decides() -> None:
 
 
 def test_the_table_is_bounded_and_forgets_what_was_not_asked_for_longest() -> None:
-    policy, _ = affinity(counting=True, remembered_blocks=17)
+    policy, _ = affinity(counting=True, remembered_blocks=11)
     for number in (1, 2, 1, 3):
         chosen(policy, *prompt(number))
-    assert len(policy._table) == 17
+    assert len(policy._table) == 11
     known = [uncached(policy, prompt(number)) for number in (1, 2, 3)]
     assert known == [0, 0, 0]
     assert uncached(policy, prompt(1, 7)) == 7 * BLOCK, "what it was before it grew is asked for no more"
     chosen(policy, *prompt(4, 2))
     assert uncached(policy, prompt(2)) == 2 * BLOCK, "its end goes first, its beginning may serve others"
+
+
+def test_a_prompt_is_noted_at_its_last_marks_and_at_one_more_of_what_it_shares() -> None:
+    """However long it is; and those that share a beginning have told it apart from the rest after a few of them."""
+    policy, _ = affinity()
+    chosen(policy, *prompt(0, 400))
+    assert len(policy._table) == 3
+    system = prompt(1, 12)
+    table = [len(policy._table)]
+    for number in range(2, 12):
+        chosen(policy, *system, *prompt(number, 40))
+        table.append(len(policy._table))
+    assert [after - before for before, after in pairwise(table)] == [3] * 10
+    known = [number in policy._table for number in numbers(asked([*system, *prompt(99, 40)]))]
+    assert known == [True] * 7 + [False] * 4
 
 
 def test_a_worker_that_left_is_not_taken_to_have_what_it_had() -> None:
@@ -237,7 +253,6 @@ def test_prompts_share_the_numbers_of_what_they_share_and_none_behind_it(
     shared = (len(dumps(same)) - (not same) if kept is written else len(same)) // (BLOCK * unit)
     for each in range(1, min(ours.blocks, theirs.blocks) + 1):
         assert (ours.number(each) == theirs.number(each)) == (each <= shared)
-        assert (ours.place(each) == theirs.place(each)) == (each <= shared)
 
 
 @pytest.mark.parametrize("kept", [list, written])
@@ -319,6 +334,21 @@ def test_other_media_is_another_prompt_from_its_block_on() -> None:
     assert shared == [[*range(1, 1 + place // BLOCK)] for place in (100, 40, 40)]
 
 
+def test_where_media_are_is_told_without_reading_tokens_that_came_as_text() -> None:
+    def sent(picture: str, *, offset: int) -> Any:
+        media = {"mm_hashes": {"image": [picture]}, "mm_placeholders": {"image": [{"offset": offset, "length": 8}]}}
+        tokens = written([100_000] * 200)
+        ctx = asked(rendered={"token_ids": tokens, "model": "m", "features": media})
+        found = blocks.prompt(ctx, MARKS)
+        assert tokens._numbers is None
+        return [found.number(each) for each in range(1, 12)]
+
+    for offset in (0, 40, 100):
+        one, other = sent("a", offset=offset), sent("b", offset=offset)
+        shared = [each for each in range(1, 12) if one[each - 1] == other[each - 1]]
+        assert shared == [*range(1, 1 + offset * 7 // (BLOCK * CHARACTERS_PER_ID))]
+
+
 def conversation(*turns: str, **fields: Any) -> dict[str, Any]:
     said = [{"role": "user", "content": turn * BLOCK * 8} for turn in turns]
     return {"model": "m", "messages": said, **fields}
@@ -381,8 +411,11 @@ def test_where_all_that_may_be_chosen_are_above_the_limit_a_few_are_looked_at() 
 def test_the_ring_goes_round_once_and_meets_everybody() -> None:
     ring, workers = Ring(), [Worker(url) for url in MANY]
     ring.use(workers)
-    met = list(ring.after(0))
-    assert set(met) == set(workers) and len(met) == 64 * len(workers)
-    assert next(iter(ring.after(2**63 - 1))) is next(iter(ring.after(-(2**63))))
+    met = list(ring.after(0, 1 << 20))
+    assert Counter(met) == dict.fromkeys(workers, 64)
+    assert list(ring.after(0, 10)) == met[:10]
+    turns = [met[at:] + met[:at] for at in range(len(met))]
+    for place in (-(2**63), -(2**62), -1, 2**63 - 1):
+        assert list(ring.after(place, 1 << 20)) in turns
     ring.use([])
-    assert list(ring.after(0)) == []
+    assert list(ring.after(0, 10)) == []
