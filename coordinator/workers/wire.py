@@ -60,8 +60,6 @@ class Connection(asyncio.Protocol):
 
     __slots__ = (
         "_barren_bytes",
-        "_between_chunks",
-        "_chunk_ended",
         "_error",
         "_fields",
         "_head_done",
@@ -95,7 +93,6 @@ class Connection(asyncio.Protocol):
         self._barren_bytes = 0
         self._fields: list[tuple[bytes, bytes]] = []
         self._head_done = self._keeps = self._paused = False
-        self._chunk_ended = self._between_chunks = False  # the last that the parser saw; and it has nothing of the next
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._push: Callable[[bytes], bool] | None = None
@@ -107,7 +104,6 @@ class Connection(asyncio.Protocol):
         """Write one request; the answer to the one before must have been read."""
         self.status, self._fields, self._barren_bytes = 0, [], 0
         self._head_done = self.complete = self.answered = False
-        self._chunk_ended = self._between_chunks = False
         self._inflate = None
         if len(body) == 1 and len(body[0]) <= _JOIN_UP_TO:
             self._transport.write(head + body[0])
@@ -192,15 +188,11 @@ class Connection(asyncio.Protocol):
         if self.complete:
             self._fail(Broken("the worker sent what nobody asked for"))
             return
-        if self._between_chunks and self._push is not None and (chunk := _one_chunk(data)):
-            self._give(self._push, chunk)  # as most reads of a stream: the parser would find no more in it
-            return
         self.answered = True
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
             self._fail(Broken(f"the answer is not HTTP: {error!r}"))  # what came before it is still given on
-        self._between_chunks = self._chunk_ended and self._inflate is None and data.endswith(b"\r\n")
         if self._parts:
             self._deliver()
             return
@@ -238,12 +230,6 @@ class Connection(asyncio.Protocol):
         if self.headers.get("Content-Encoding", "").lower() in ("gzip", "deflate"):
             self._inflate = zlib.decompressobj(wbits=zlib.MAX_WBITS | 32)
 
-    def on_chunk_header(self) -> None:
-        self._chunk_ended = False
-
-    def on_chunk_complete(self) -> None:
-        self._chunk_ended = True
-
     def on_body(self, data: bytes) -> None:
         if self._inflate is None:
             self._parts.append(data)
@@ -263,11 +249,8 @@ class Connection(asyncio.Protocol):
             self._hold()
             return
         parts, self._parts, self._barren_bytes = self._parts, [], 0
-        self._give(self._push, parts[0] if len(parts) == 1 else b"".join(parts))
-
-    def _give(self, push: Callable[[bytes], bool], data: bytes) -> None:
         try:
-            if not push(data):
+            if not self._push(parts[0] if len(parts) == 1 else b"".join(parts)):
                 self._push = None
                 self._pause()
                 self._wake()
@@ -422,17 +405,6 @@ class Pool:
         except (OSError, TimeoutError) as error:
             raise ConnectFailed(str(error)) from error
         return connection
-
-
-def _one_chunk(data: bytes) -> bytes:
-    """Return the data of a chunk that is all of a read, framed as most servers do; else nothing."""
-    size = len(data) - len(b"xx\r\n\r\n")
-    if size > 0xFF:
-        size -= 1 if size <= 0x1000 else 2
-    head = b"%x\r\n" % size
-    if len(head) + size + 2 != len(data):  # of another number of digits
-        return b""
-    return data[len(head) : -2] if data[: len(head)] == head and data[-2:] == b"\r\n" else b""
 
 
 def _expire(waiter: asyncio.Future[None]) -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.workers.wire import Broken, ConnectFailed, Connection, Pool, _one_chunk, request_head
+from coordinator.workers.wire import Broken, ConnectFailed, Connection, Pool, request_head
 from tests.bounds import HANG_S
 
 if TYPE_CHECKING:
@@ -409,13 +409,6 @@ def test_a_size_that_came_in_part_is_not_taken_for_another() -> None:
     framed = b"11f\r\n%b\r\n" % payload
     reads = [CHUNKED_HEAD, b"1\r\na\r\n1", framed[1 : 1 + len(LOOKALIKE)], framed[1 + len(LOOKALIKE) :], b"0\r\n\r\n"]
     assert pushed(reads) == (b"a" + payload, True)
-
-
-@pytest.mark.parametrize("size", [1, 5, 0xF, 0x10, 0x11, 0xFF, 0x100, 0x101, 0xFFF, 0x1000, 0x1001, 0xFFFF, 0x10000])
-def test_a_read_that_is_longer_or_shorter_than_its_chunk_says_is_left_to_the_parser(size: int) -> None:
-    for more in (-2, -1, 1, 2):
-        assert _one_chunk(b"%x\r\n%b\r\n" % (size, b"x" * (size + more))) == b""
-    assert _one_chunk(b"%x\r\n%b\r\n" % (size, b"x" * size)) in (b"x" * size, b"")
 
 
 def pushed(reads: list[bytes]) -> tuple[bytes, bool]:
