@@ -25,16 +25,21 @@ class Failed(Exception):
     """A program did not do what it was started for."""
 
 
+_held: list[socket.socket] = []
+
+
 def free_ports(count: int) -> list[int]:
-    """Return ports that nobody listens on; they are told apart by being held together."""
-    held = [socket.socket() for _ in range(count)]
-    try:
-        for one in held:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in held]
-    finally:
-        for one in held:
-            one.close()
+    """Return ports that nobody listens on, for programs that listen on 127.0.0.1.
+
+    They stay bound here until this process ends, so the kernel gives them to nobody else, neither to listen on nor to
+    connect from. A program may bind one all the same: servers allow for it by SO_REUSEADDR, and nobody listens here.
+    """
+    for _ in range(count):
+        one = socket.socket()
+        _held.append(one)
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        one.bind(("127.0.0.1", 0))
+    return [one.getsockname()[1] for one in _held[-count:]]
 
 
 @dataclass
