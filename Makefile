@@ -43,7 +43,7 @@ e2e: $(DEV)  ## the same cases on real vLLM CPU workers; the first run builds th
 bench: $(BENCH)  ## the coordinator beside its peers, 12 minutes: make bench ARGS='--rounds 1 --scenarios chunk'
 	$(BIN)/python -m bench.run $(ARGS)
 
-bench-rfc: $(DEV) $(BENCH)  ## who makes text of tokens, and what it costs, under 20 minutes: make bench-rfc ARGS='--budget-s 300'
+bench-rfc: $(DEV) $(BENCH)  ## who makes text of tokens, and what it costs, within an hour: make bench-rfc ARGS='--budget-s 300'
 	$(BIN)/python -m bench.rfc $(ARGS)
 
 bench-peers: $(BENCH)  ## install what make bench compares with, into bench/.peers

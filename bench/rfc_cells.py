@@ -112,6 +112,7 @@ class Cell:
         requests: in all.
         begin_s: none begins after so long.
         limit_s: after so long answers are cut, and what was seen of them until then is told.
+        slow_s: the same where every token waits for a call of the derender service, which ends no long answer in time.
     """
 
     site: Site
@@ -120,41 +121,56 @@ class Cell:
     requests: int
     begin_s: float
     limit_s: float
+    slow_s: float
+
+    def measures(self, mode: Mode) -> bool:
+        """Say whether a mode belongs here: who renders moves the first token alone, which short answers tell."""
+        return self.length <= 64 or not mode.render_here
+
+    def limit_of(self, mode: Mode) -> float:
+        return self.slow_s if mode.derender_step else self.limit_s
 
 
-def _cells(site: Site, length: int, clients: tuple[int, ...], begin_s: float, limit_s: float) -> tuple[Cell, ...]:
-    return tuple(Cell(site, length, count, max(16, 2 * count), begin_s, limit_s) for count in clients)
+def _cells(
+    site: Site, length: int, clients: tuple[int, ...], begin_s: float, limit_s: float, slow_s: float
+) -> tuple[Cell, ...]:
+    return tuple(Cell(site, length, count, max(16, 2 * count), begin_s, limit_s, slow_s) for count in clients)
 
 
 # The most telling first: a budget that ends leaves out the last.
 SIMULATED = (
-    *_cells("simulator", 64, (1, 8, 32, 64), 6.0, 15.0),
-    *_cells("simulator", 512, (1, 8, 32, 64), 1.0, 20.0),
-    *_cells("simulator", 4096, (1, 64), 1.0, 30.0),
+    *_cells("simulator", 64, (1, 8, 32, 64), 6.0, 60.0, 60.0),
+    *_cells("simulator", 512, (1, 64, 8, 32), 1.0, 60.0, 40.0),
+    *_cells("simulator", 4096, (1, 64, 8, 32), 1.0, 90.0, 30.0),
 )
-REAL = (*_cells("vLLM", 64, (1, 8), 10.0, 20.0), *_cells("vLLM", 512, (1, 8), 5.0, 30.0))
+REAL = (
+    *_cells("vLLM", 64, (1, 8, 32, 64), 10.0, 60.0, 60.0),
+    *_cells("vLLM", 512, (1, 8, 32, 64), 5.0, 60.0, 40.0),
+    *_cells("vLLM", 4096, (1, 8), 1.0, 90.0, 30.0),
+    *_cells("vLLM", 4096, (64,), 1.0, 70.0, 30.0),  # to the end it takes some five minutes, each way
+    *_cells("vLLM", 4096, (32,), 1.0, 180.0, 30.0),
+)
 # Streams on the generate route of the decode worker itself, with and without clients of the modes beside them.
 TOKENS_CLIENTS, TOKENS_LENGTH, TOKENS_REQUESTS = 8, 64, 64
 OTHERS_FIRST_S = 3.0  # so that they all generate when the tokens requests begin
 
 # All of it is asked, however long that takes.
 SMOKE = tuple(
-    replace(cell, length=8, clients=min(cell.clients, 2), requests=2, begin_s=600.0, limit_s=600.0)
+    replace(cell, length=8, clients=min(cell.clients, 2), requests=2, begin_s=600.0, limit_s=600.0, slow_s=600.0)
     for cell in SIMULATED[:2]
 )
 
-# A token every 20 ms for each stream, as a large model on one node gives them to a few dozen clients.
-SIMULATED_ITL_S = 0.02
+# A token every 10 ms for each stream, as a model on one node gives them; an answer of 4,096 tokens takes 41 s so.
+SIMULATED_ITL_S = 0.01
+
+# Of the real workers: 64 requests at a time, each with room for 4,096 tokens and its prompt, at 4 KiB a token.
+MAX_MODEL_LEN = 8192
+ENGINE = {"max_model_len": str(MAX_MODEL_LEN), "max_num_seqs": "64", "kv_cache_memory_bytes": str(1280 << 20)}
 
 LEFT_OUT = (
     "The simulator's front end is Python of ours, so its CPU time says nothing and is not shown; neither are `tokens` "
     "requests beside others, which contend in a real worker's front end.",
-    "4,096 tokens are asked for by 1 and by 64 clients on the simulator, and cut after 30 s: at a token every "
-    "20 ms they take 82 s. So these rows have no whole answers, and tell of the first 1,500 tokens.",
-    "Real workers run on CPU: four vLLM servers, coordinators and the load share the machine's cores, which carry "
-    "8 clients and short answers; 32 and 64 clients would measure the queue in front of the cores. 4,096 tokens "
-    "with their prompt are more than the context of the test model as it is served here.",
-    "`derender inline` does not stream in vLLM 0.33: its first token comes with its last.",
-    "Beside `tokens` requests there are neither `derender in the coordinator` nor `derender service`: of the worker "
-    "they ask no more than text, or than tokens.",
+    "`text, rendered here` has answers of 64 tokens alone: who renders moves the first token, and not those after it.",
+    "`derender inline` does not stream in vLLM 0.33: its first token comes with its last, and of an answer that was "
+    "cut the worker's own count of tokens is all there is to tell.",
 )

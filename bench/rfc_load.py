@@ -17,6 +17,7 @@ import httptools
 import orjson
 
 CHAT, GENERATE = "/v1/chat/completions", "/inference/v1/generate"
+WINDOW = 512  # events at an answer's begin and end, to tell how its pace goes with its length
 
 TOOL = {
     "type": "function",
@@ -51,11 +52,15 @@ def generate_body(number: int, tokens: int) -> dict[str, Any]:
 
 @dataclass
 class Seen:
-    """One request. Times are of the monotonic clock; ``tokens`` is None where the stream did not tell."""
+    """One request. Times are of the monotonic clock; ``times`` are those of events with content.
+
+    Attributes:
+        events: how many there were, each token id for one.
+        tokens: None where the stream did not tell.
+    """
 
     began: float
-    first: float | None = None
-    last: float | None = None
+    times: list[float] = field(default_factory=list)
     ended: float | None = None
     events: int = 0
     tokens: int | None = None
@@ -63,15 +68,23 @@ class Seen:
 
     @property
     def ttft_ms(self) -> float | None:
-        return None if self.first is None else (self.first - self.began) * 1e3
+        return (self.times[0] - self.began) * 1e3 if self.times else None
 
     @property
     def tpot_ms(self) -> float | None:
         """Time per output token; a stream that came at once, or was cut, is told by what it had until then."""
         count = self.tokens or self.events
-        if self.first is None or self.last is None or count < 2:
+        if not self.times or count < 2:
             return None
-        return (self.last - self.first) * 1e3 / (count - 1)
+        return (self.times[-1] - self.times[0]) * 1e3 / (count - 1)
+
+    def gap_ms(self, *, late: bool) -> float | None:
+        """Time per event among the first or the last ``WINDOW`` events, or the half of them where they were fewer."""
+        size = min(WINDOW, len(self.times) // 2)
+        if size < 2:
+            return None
+        times = self.times[-size:] if late else self.times[:size]
+        return (times[-1] - times[0]) * 1e3 / (size - 1)
 
 
 @dataclass
@@ -105,9 +118,7 @@ class Stream:
             ids = choice.get("token_ids")
             if ids or any(delta.get(key) for key in ("content", "reasoning", "tool_calls")):
                 self.seen.events += len(ids) if ids else 1
-                self.seen.last = self.now
-                if self.seen.first is None:
-                    self.seen.first = self.now
+                self.seen.times.append(self.now)
 
     def on_message_complete(self) -> None:
         self.whole = True
@@ -185,6 +196,8 @@ class Load:
             "wall_s": round(wall_s, 2),
             "ttft_ms": quantiles([seen.ttft_ms for seen in good]),
             "tpot_ms": quantiles([seen.tpot_ms for seen in good]),
+            "early_ms": quantiles([seen.gap_ms(late=False) for seen in good]),
+            "late_ms": quantiles([seen.gap_ms(late=True) for seen in good]),
             "whole_ms": quantiles([(seen.ended - seen.began) * 1e3 for seen in done if seen.ended is not None]),
         }
 

@@ -12,6 +12,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from bench.rfc_cells import COUPLED, INLINE, KEPT, LEFT_OUT, MODES, SERVICE, SIMULATED_ITL_S, TEXT, TEXT_HERE
+from bench.rfc_load import WINDOW
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -27,39 +28,56 @@ HEAD = (
     "| clients | how | first token, ms: p50 | p99 | per output token, ms: p50 | p99 | whole answer, ms: p50 "
     "| tokens/s | coordinator, µs/token |"
 )
-FRONT_END, SERVED = " worker's front end, µs/token |", " derender service, µs/token |"
+LONG = 4096  # tokens: answers that have a pace at both ends
+PACE, FRONT_END = " first 512, and last 512 events, ms each: p50 |", " worker's front end, µs/token |"
+SERVED = " derender service, µs/token |"
+BESIDE = "| beside | first token, ms: p50 | p99 | per output token, ms: p50 | p99 | whole answer, ms: p50 | p99 |"
 
 
 def write(results: dict[str, Any], folder: Path, *, plots: bool) -> str:
     """Write the report, and return it."""
     drawn = _plots(results["records"], folder / "results") if plots else []
-    records = results["records"]
-    text = "\n".join((*_head(results), *_tables(records, drawn), *_shows(records), *_tail(results)))
+    records = _marked(results)
+    text = "\n".join((*_head(results), *_tables(records, drawn), *_shows(records), *_cut(records), *_tail(results)))
     (folder / "RFC_LATENCY.md").write_text(text + "\n")
     return text
 
 
+def _marked(results: dict[str, Any]) -> list[Record]:
+    """Return the records, each with the mark of its run, where there were several."""
+    runs = [run["date"] for run in results["runs"]]
+    marks = {date: f" [{number}]" if len(runs) > 1 else "" for number, date in enumerate(runs, 1)}
+    return [{**record, "mark": marks[record["run"]]} for record in results["records"]]
+
+
 def _head(results: dict[str, Any]) -> Iterator[str]:
-    machine, stopped = results["machine"], results["stopped"]
     yield "# The RFC's latency table\n"
     yield "Who turns tokens into text, and what it costs: what section 12 of the RFC on `output_mode` compares."
     yield "Each client asks for a streamed chat answer, with thinking and tools, and asks again when it has it.\n"
     yield "| how | |\n| :-- | :-- |"
     yield from (f"| {mode.name} | {mode.does} |" for mode in MODES)
-    commit = results["versions"].get("commit")
-    yield f"\n{results['date']}, commit {commit}: `{results['command']}`, {results['wall_s']:,.0f} s"
-    yield (
-        f"on {machine['cores']} cores of {machine['cpu']}, Python {machine['python']}; load before it: "
-        f"{machine['load_before']:.1f}." + (f" It ended early: {stopped}." if stopped else "")
-    )
-    if machine["load_before"] > 0.5:
-        yield "The machine was not quiet, so trust the CPU times, and run it again before you use times on the clock."
+    if len(results["runs"]) > 1:
+        yield "\nSeveral runs; each row has the number of its own behind the way."
+    for number, run in enumerate(results["runs"], 1):
+        yield from _run(run, f"[{number}] " if len(results["runs"]) > 1 else "")
     yield "\nFirst token: from the request's last byte to the first content that the client reads; parsers show nothing"
     yield "of `<think>` itself, so parsed streams begin a few tokens later. Per output token: from the first content to"
     yield "the last, over the number of tokens less one, which flatters parsed streams by those few. CPU time is that"
     yield "of whole processes; that of parsers in processes of the coordinator's own stands behind a plus. Streams that"
     yield "were cut did not tell how many tokens they had: they are counted by their events, one of which may hold many"
-    yield "tokens where a way falls behind, so their rows may show too few tokens a second, and too much time for each."
+    yield "tokens where a way falls behind, so their rows may show too few tokens a second, and too much time for each;"
+    yield f"those of `{INLINE}`, which have no events, by the worker's own count."
+
+
+def _run(run: dict[str, Any], mark: str) -> Iterator[str]:
+    machine, why = run["machine"], run["failed"] or run["stopped"]
+    yield f"\n{mark}{run['date']}, commit {run['versions']['commit']}: `{run['command']}`, {run['wall_s']:,.0f} s"
+    yield (
+        f"on {machine['cores']} cores of {machine['cpu']}, Python {machine['python']}; load before it: "
+        f"{machine['load_before']:.1f}." + (f" It ended early: {why}." if why else "")
+    )
+    if machine["load_before"] > 0.5:
+        yield "The machine was not quiet, so trust the CPU times, and run it again before you use times on the clock."
 
 
 def _tables(records: Sequence[Record], drawn: Sequence[str]) -> Iterator[str]:
@@ -70,39 +88,42 @@ def _tables(records: Sequence[Record], drawn: Sequence[str]) -> Iterator[str]:
         yield f"\n## {title}"
         for length in sorted({record["length"] for record in mine}):
             yield f"\n### Answers of {length:,} tokens\n"
-            real = site == "vLLM"
-            yield HEAD + (FRONT_END if real else "") + SERVED
-            yield "| --: | :-- |" + " --: |" * (9 if real else 8)
+            heads = [*((PACE,) if length >= LONG else ()), *((FRONT_END,) if site == "vLLM" else ()), SERVED]
+            yield HEAD + "".join(heads)
+            yield "| --: | :-- |" + " --: |" * (7 + len(heads))
             rows = [record for record in mine if record["length"] == length]
             for record in sorted(rows, key=lambda row: (row["clients"], ORDER.index(row["mode"]))):
-                yield _row(record, front_end=real)
+                yield _row(record)
         yield from (f"\n![{name}](results/{name}.png)" for name in drawn if name.startswith(f"rfc-{site}"))
     beside = [record for record in records if "tokens_beside" in record]
     if beside:
         yield "\n## `tokens` requests on the same pod\n"
         yield "Streams in tokens mode from the decode worker itself, and as many chat clients of one way beside them.\n"
-        yield "| beside | first token, ms: p50 | p99 | per output token, ms: p50 | p99 | whole answer, ms: p50 | p99 |"
-        yield "| :-- | --: | --: | --: | --: | --: | --: |"
+        yield BESIDE + FRONT_END
+        yield "| :-- |" + " --: |" * 7
         for record in beside:
             cells = [_shown(record, name, at) for name in ("ttft_ms", "tpot_ms", "whole_ms") for at in ("p50", "p99")]
-            yield f"| {record['tokens_beside']} | {' | '.join(cells)} |"
+            cells.append(f"{record['cpu_us']['front end']:,.0f}")
+            yield f"| {record['tokens_beside']}{record['mark']} | {' | '.join(cells)} |"
 
 
-def _row(record: Record, *, front_end: bool) -> str:
+def _row(record: Record) -> str:
     streams = record["mode"] != INLINE
     cpu = record.get("cpu_us") or {}
     cells = [_shown(record, "ttft_ms", "p50"), _shown(record, "ttft_ms", "p99")]
     cells += [_shown(record, "tpot_ms", at) if streams else "-" for at in ("p50", "p99")]
     cells += [_shown(record, "whole_ms", "p50") + (f" ({record['cut']} cut)" if record.get("cut") else "")]
     cells += [f"{record['tokens'] / record['wall_s']:,.0f}" if record.get("wall_s") else "-"]
+    if record["length"] >= LONG:
+        cells += [" and ".join(_shown(record, name, "p50") for name in ("early_ms", "late_ms")) if streams else "-"]
     if record["mode"] != SERVICE:
         cpu = {name: us for name, us in cpu.items() if name != "service"}
-    names = ["coordinator", *(("front end",) if front_end else ()), "service"]
+    names = ["coordinator", *(("front end",) if record["site"] == "vLLM" else ()), "service"]
     shown = {name: f"{us:,.0f}" for name, us in cpu.items()}
     if "parsers" in shown:
         shown["coordinator"] += f" + {shown['parsers']}"
     cells += [shown.get(name, "-") for name in names]
-    return f"| {record['clients']} | {record['mode']} | {' | '.join(cells)} |"
+    return f"| {record['clients']} | {record['mode']}{record['mark']} | {' | '.join(cells)} |"
 
 
 def _shown(record: Record, name: str, at: str) -> str:
@@ -121,6 +142,7 @@ def _shows(records: Sequence[Record]) -> Iterator[str]:
             yield from lines
             yield ""
         yield from _by_length(rows)
+        yield from _by_position(rows)
         yield from _render_saved(rows)
     alone = next((r for r in records if r.get("tokens_beside") == "nothing"), None)
     for record in (r for r in records if r.get("tokens_beside") not in (None, "nothing")):
@@ -161,6 +183,39 @@ def _by_length(rows: dict[tuple[str, int, int], Record]) -> Iterator[str]:
         ]
         if len(told) > 1:
             yield f"{words}, CPU time per token by the answer's length, one client: {', '.join(told)}.\n"
+
+
+def _by_position(rows: dict[tuple[str, int, int], Record]) -> Iterator[str]:
+    """Say how an answer's pace goes with its length, as its client sees it."""
+    told = []
+    for mode in ORDER:
+        long = [row for key, row in rows.items() if key[0] == mode and key[2] >= LONG]
+        paces = [tuple((row.get(name) or {}).get("p50") for name in ("early_ms", "late_ms")) for row in long]
+        grown = [late / early for early, late in paces if early and late]
+        if grown:
+            told.append(f"{mode} {_range(grown)}")
+    if told:
+        yield (
+            f"Time per event among the last {WINDOW} of an answer of {LONG:,} tokens over that among the first (over "
+            f"halves, where fewer came before the cut), median (range) of rows: {', '.join(told)}.\n"
+        )
+
+
+def _cut(records: Sequence[Record]) -> Iterator[str]:
+    """Say which answers were cut, how far they were, and how long whole ones would take."""
+    cut = [record for record in records if record.get("cut") and "mode" in record]
+    if not cut:
+        return
+    yield "\n## Where answers were cut, and why\n"
+    yield "A row has a time, which bounds the run; longer answers were cut there. By the pace of each at its end:\n"
+    for record in sorted(cut, key=lambda row: (row["site"], row["length"], ORDER.index(row["mode"]), row["clients"])):
+        count = record["cut"] + record["ok"]
+        cell = f"{record['site']}, {record['length']:,} tokens, clients: {record['clients']}, **{record['mode']}**"
+        each = record["tokens"] / count
+        pace_s = (record.get("late_ms") or {}).get("p50", 0) / 1e3 or record["wall_s"] / max(each, 1)
+        whole_s = record["wall_s"] + max(record["length"] - each, 0) * pace_s
+        whole = "" if record["ok"] else f"; a whole one takes {whole_s:,.0f} s or more"
+        yield f"- {cell}: {record['cut']} of {count}, after {record['limit_s']:g} s and {each:,.0f} tokens each{whole}."
 
 
 def _our_cpu(record: Record) -> float:

@@ -322,14 +322,25 @@ def versions() -> dict[str, str]:
             found[name] = version(name)
         except PackageNotFoundError:
             found[name] = "not installed"
-    try:
-        described = subprocess.run(
-            ["git", "describe", "--always", "--dirty"], cwd=HERE, capture_output=True, text=True, check=False
-        )
-        found["commit"] = described.stdout.strip() or "unknown"
-    except OSError:
-        found["commit"] = "unknown"
+    found["commit"] = commit(HERE.parent)
     return found
+
+
+# What is measured, and not what an earlier run has written, or what people read.
+_CODE = ("--", ".", ":(exclude)bench/results", ":(exclude,glob)**/*.md")
+
+
+def commit(root: Path) -> str:
+    """Return the commit that is checked out, with "-dirty" where code is not as it is there."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, check=False).stdout.strip()
+
+    try:
+        described = git("describe", "--always")
+        return (described + ("-dirty" if git("diff", "--name-only", "HEAD", *_CODE) else "")) or "unknown"
+    except OSError:
+        return "unknown"
 
 
 def _text(path: str) -> str:
