@@ -131,7 +131,7 @@ _TABLE = (
     KvConnector(
         name="kv-lmcache",
         engine="LMCacheConnectorV1 with a store that both share, LMCacheMPConnector",
-        checked="vLLM 0.33, sources",
+        checked="vLLM 0.33, LMCacheMPConnector end to end",
         freed="nothing is held",
     ),
     KvConnector(

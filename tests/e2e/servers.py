@@ -2,7 +2,7 @@
 
 ``Process`` starts, awaits and ends one; ``vllm`` is the command line and environment of one vLLM server. Its
 roles are ``render`` (no engine), ``encode``, and ``prefill`` and ``decode``, which hand KV blocks over by NIXL or
-Mooncake on loopback or by files in a shared folder.
+Mooncake on loopback, by files in a shared folder, or by the server that ``lmcache`` starts.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ class Process:
     """A server process, with its URL and its log.
 
     Attributes:
-        side_port: of a vLLM worker: where others ask for its KV blocks, or, with Mooncake, for its engines.
+        side_port: of a vLLM worker: where others ask for its KV blocks, or, with Mooncake, for its engines;
+            of LMCache: where workers store and load.
+        env: what it was given beside our own.
         ended: by us.
     """
 
@@ -51,6 +53,7 @@ class Process:
         self.name = name
         self.url = f"http://127.0.0.1:{port}"
         self.side_port = side_port
+        self.env = env or {}
         self.log = log
         self.ended = False
         with log.open("wb") as out:
@@ -59,7 +62,7 @@ class Process:
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                env=os.environ | (env or {}),
+                env=os.environ | self.env,
                 start_new_session=True,
             )
 
@@ -125,6 +128,7 @@ def vllm(
     logs: Path,
     connector: str = "NixlConnector",
     kv_folder: Path | None = None,
+    store: Process | None = None,
     model: Path = MODEL,
     tokenizer: bool = True,
     **flags: str,
@@ -137,6 +141,7 @@ def vllm(
         logs: the folder for the log.
         connector: how KV blocks are handed over: NixlConnector, NixlPushConnector, MooncakeConnector.
         kv_folder: hand them over in this folder instead.
+        store: the LMCache server of LMCacheMPConnector.
         model: the model's folder.
         tokenizer: whether the server has one, and parsers; without, it takes and gives token ids alone.
         flags: more of vLLM's, as kv_cache_memory_bytes="1000000".
@@ -153,8 +158,8 @@ def vllm(
         command += ["--block-size", str(BLOCK_TOKENS), "--distributed-executor-backend", "uni"]
         flags.setdefault("kv_cache_memory_bytes", str(128 << 20))  # 1024 blocks
     if role in ("prefill", "decode"):
-        command += ["--kv-transfer-config", json.dumps(_kv_transfer(role, connector, kv_folder))]
-        env |= _TRANSFER
+        command += ["--kv-transfer-config", json.dumps(_kv_transfer(role, connector, kv_folder, store))]
+        env |= _TRANSFER | ({} if store is None else store.env)
         env |= dict.fromkeys(("VLLM_NIXL_SIDE_CHANNEL_PORT", "VLLM_MOONCAKE_BOOTSTRAP_PORT"), str(side_port))
     for flag, value in flags.items():
         command += ["--" + flag.replace("_", "-"), value]
@@ -162,12 +167,26 @@ def vllm(
     return Process(role, module + command, port, logs / f"{role}-{port}.log", env, side_port)
 
 
-def _kv_transfer(role: str, connector: str, kv_folder: Path | None) -> dict[str, object]:
+def lmcache(python: Path, packages: Path, logs: Path) -> Process:
+    """Start LMCache's server; ``packages`` is the folder of lmcache_env.py."""
+    port, side_port = free_ports(2)
+    command = [str(python), "-m", "lmcache.v1.multiprocess.http_server", "--disable-metrics"]
+    command += ["--host", "127.0.0.1", "--port", str(side_port), "--http-host", "127.0.0.1", "--http-port", str(port)]
+    # Without a device to map, the workers copy blocks to the server themselves.
+    command += ["--supported-transfer-mode", "engine_driven", "--chunk-size", str(BLOCK_TOKENS)]
+    command += ["--l1-size-gb", "0.25", "--eviction-policy", "LRU"]
+    env = ON_CPU | {"PYTHONPATH": str(packages), "LMCACHE_TRACK_USAGE": "false"}
+    return Process("lmcache", command, port, logs / f"lmcache-{port}.log", env, side_port)
+
+
+def _kv_transfer(role: str, connector: str, kv_folder: Path | None, store: Process | None) -> dict[str, object]:
     config: dict[str, object] = {"kv_role": "kv_producer" if role == "prefill" else "kv_consumer"}
     if kv_folder is not None:
         folder = {"shared_storage_path": str(kv_folder)}
         return config | {"kv_connector": "ExampleConnector", "kv_connector_extra_config": folder}
     config |= {"kv_connector": connector, "kv_buffer_device": "cpu"}
+    if store is not None:
+        config["kv_connector_extra_config"] = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": store.side_port}
     if connector == "MooncakeConnector":
         config["kv_connector_extra_config"] = {"mooncake_protocol": "tcp"}
     return config
