@@ -10,8 +10,11 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 
 from coordinator.sim.pairs import engine_of
+from coordinator.sim.plug import plug
 
 if TYPE_CHECKING:
+    import socket
+
     from coordinator.sim.pairs import PairStore
 
 
@@ -19,6 +22,7 @@ class BootstrapServer:
     """
     Attributes:
         queries: how often it was asked.
+        port: where it listens, once it has been started.
     """
 
     def __init__(self, store: PairStore, engine_id: str, dp_size: int) -> None:
@@ -28,10 +32,8 @@ class BootstrapServer:
         app = web.Application()
         app.router.add_get("/query", self._tell)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
-
-    @property
-    def port(self) -> int:
-        return int(self._runner.addresses[0][1])
+        self._plug: socket.socket | None = None
+        self.port = 0
 
     @property
     def url(self) -> str:
@@ -44,10 +46,18 @@ class BootstrapServer:
     async def start(self) -> None:
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        self.port = self._runner.addresses[0][1]
         self._store.servers[self.url] = self._engines
 
     async def stop(self) -> None:
         await self._runner.cleanup()
+        if self._plug is not None:
+            self._plug.close()
+
+    async def refuse_connections(self) -> None:
+        """Be a server that is gone; what is connected is cut."""
+        await self._runner.cleanup()
+        self._plug = plug(self.port)
 
     async def _tell(self, request: web.Request) -> web.StreamResponse:
         self.queries += 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-import socket
 import time
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,12 +18,14 @@ from coordinator.sim.encodings import EncodingStore
 from coordinator.sim.faults import Behaviour, Fault
 from coordinator.sim.handover import HandoverStore
 from coordinator.sim.pairs import Mooncake, PairStore, Sglang
+from coordinator.sim.plug import plug
 from coordinator.sim.refusals import SCHEMA, Refusal, scale_out_off
 from coordinator.sim.schema import parse_object
 from coordinator.sim.settings import Settings
 from coordinator.sim.writer import Reset, misbehave_early, write
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Awaitable, Callable
 
     Route = Callable[[Core, Call], Awaitable[Answer]]
@@ -168,10 +169,7 @@ class SimWorker:
         if self._site is not None:
             await self._site.stop()
             self._site = None
-            # Held and not listened on: else it may be another server's by the time that a client comes.
-            self._plug = socket.socket()
-            self._plug.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            self._plug.bind(("127.0.0.1", self._port))
+            self._plug = plug(self._port)
         for connection in self._server.connections:
             if connection.transport is not None:
                 connection.transport.close()

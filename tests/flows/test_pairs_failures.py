@@ -185,7 +185,7 @@ async def test_without_its_bootstrap_server_a_worker_is_passed_over(fleet_of, co
     """Nothing is sent to anybody who would wait; where it is the only one, the client is told which server is gone."""
     fleet = await paired(fleet_of, "mooncake", prefills=prefills)
     at = await coordinator(fleet, "pair")
-    await fleet.prefill.bootstrap.stop()
+    await fleet.prefill.bootstrap.refuse_connections()
     got = await at.chat()
     assert got.status == (200 if prefills == 2 else 503)
     assert legs(fleet.prefill) == []
@@ -212,7 +212,8 @@ async def test_with_a_prefill_worker_that_is_gone_decode_may_do_both(fleet_of, c
     at = await coordinator(fleet, "pair", pipeline={"on_prefill_failure": "decode_alone"})
     if known:
         assert (await at.chat()).text == HELLO
-    await fleet.prefill.stop()
+    await fleet.prefill.refuse_connections()
+    await fleet.prefill.bootstrap.refuse_connections()
     for _ in range(2):
         got = await at.chat()
         assert (got.status, got.text) == (200, HELLO)

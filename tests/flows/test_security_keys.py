@@ -269,7 +269,7 @@ async def test_no_key_is_in_a_log_line_an_error_or_a_repr(keyed, fleet, caplog, 
             await at.chat("b", ("x-api-key", OTHER)),
             await at.get("/metrics", BEARER),
         ]
-        await fleet.decode.stop()
+        await fleet.decode.refuse_connections()
         answers.append(await at.chat("c", BEARER))
     said = "".join(json.dumps([record.getMessage(), str(vars(record))]) for record in caplog.records)
     said += "".join(answer.raw.decode() for answer in answers) + repr(at.upstream.links) + repr(at.config)

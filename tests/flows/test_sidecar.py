@@ -38,7 +38,7 @@ async def test_the_header_of_the_endpoint_picker_names_the_prefill_worker(sideca
     at = await sidecar(fleet)
     got = await at.chat("Say hello.", named("x-prefiller-host-port", fleet.prefills[1]), stream=stream)
     assert (got.status, got.text) == (200, HELLO)
-    await fleet.prefills[1].stop()
+    await fleet.prefills[1].refuse_connections()
     got = await at.chat("Say hello.", named("x-prefiller-host-port", *reversed(fleet.prefills)), stream=stream)
     assert (got.status, got.text) == (200, HELLO)
     assert [len(legs(worker)) for worker in (*fleet.prefills, fleet.decode)] == [1, 1, 2]
