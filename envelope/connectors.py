@@ -166,7 +166,7 @@ _TABLE = (
     KvConnector(
         name="kv-sglang",
         engine="SGLang with --disaggregation-mode, any transfer backend",
-        checked="SGLang 0.5.23, sources",
+        checked="SGLang 0.5.23, request models and sources",
         freed="SGLang, when either leg is given up; else its time limits (300 s)",
         order=Order.CONCURRENT,
         tie=Tie.ROOM,
