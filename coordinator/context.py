@@ -146,12 +146,14 @@ class LegTime:
 
     Attributes:
         attempts: the calls that it made, in the order in which they began.
+        begun: monotonic seconds.
     """
 
     step: str
     seconds: float
     outcome: str
     attempts: Sequence[Attempt] = ()
+    begun: float = field(default=0.0, compare=False)
 
 
 def _nobody_left(ctx: RequestContext) -> None:

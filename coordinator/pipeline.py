@@ -76,4 +76,5 @@ class Pipeline:
             outcome = "InternalError"
             raise
         finally:
-            ctx.legs.append(LegTime(step.type, self._clock() - begun, outcome, tuple(ctx.attempts[before:])))
+            seconds, attempts = self._clock() - begun, tuple(ctx.attempts[before:])
+            ctx.legs.append(LegTime(step.type, seconds, outcome, attempts, begun))

@@ -188,7 +188,7 @@ class PrefillDecode:
             outcome = type(error).__name__
             raise
         finally:
-            ctx.legs.append(LegTime(self._prefill.type, self._settings.clock() - begun, outcome))
+            ctx.legs.append(LegTime(self._prefill.type, self._settings.clock() - begun, outcome, begun=begun))
             if ctx.places is not None:
                 ctx.places.free(self._prefill.role)
         return outcome

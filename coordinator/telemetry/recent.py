@@ -24,7 +24,7 @@ class Ended:
 
     Attributes:
         at: when it ended, in seconds since the epoch.
-        begun: when it began, in monotonic seconds as its calls are.
+        begun: when it began, in monotonic seconds as its legs are.
     """
 
     at: float
@@ -42,15 +42,13 @@ class Ended:
 
     def shown(self) -> dict[str, Any]:
         """Return it for the page; times are seconds since the request began."""
-        legs, ends = [], self.queued_s
+        legs = []
         for leg in self.legs:
-            begins = min((attempt.begun - self.begun for attempt in leg.attempts), default=ends)
-            ends = begins + leg.seconds
             workers = list(dict.fromkeys(attempt.worker for attempt in leg.attempts))
             legs.append(
                 {
                     "step": leg.step,
-                    "begins_s": round(max(begins, 0.0), 6),
+                    "begins_s": round(max(leg.begun - self.begun, 0.0), 6),
                     "seconds": round(leg.seconds, 6),
                     "outcome": leg.outcome,
                     "workers": workers,

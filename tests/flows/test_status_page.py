@@ -131,8 +131,9 @@ async def test_the_json_tells_of_the_pipeline_the_workers_and_the_last_requests(
     assert [leg["step"] for leg in legs] == ["render", "prefill", "decode"]
     assert all(leg["outcome"] == "ok" and len(leg["workers"]) == 1 for leg in legs)
     ends = [0.0, *(leg["begins_s"] + leg["seconds"] for leg in legs)]
-    assert all(begins >= end - 0.002 for begins, end in zip((leg["begins_s"] for leg in legs), ends, strict=False))
-    assert ends[-1] <= whole["seconds"] + 0.002
+    rounded = 5e-6
+    assert all(begins >= end - rounded for begins, end in zip((leg["begins_s"] for leg in legs), ends, strict=False))
+    assert ends[-1] <= whole["seconds"] + rounded
 
 
 async def test_a_connection_that_says_nothing_is_closed_there_too(site: Any) -> None:
