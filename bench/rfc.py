@@ -110,8 +110,8 @@ class Bench:
             for name, (_, url, _) in running.items():  # connections are opened, and parsers loaded, before it counts
                 self._answered(name, Load(url, CHAT, 2, 8, 4))
             if site == "vLLM":
-                self._beside(workers, {name: url for name, (mode, url, _) in running.items()
-                                       if not mode.render_here}, watched)  # fmt: skip
+                urls = {name: url for name, (mode, url, _) in running.items() if not mode.render_here}
+                self._beside(workers, urls, watched)
             for turn, cell in enumerate(cells):
                 # Each way is first once: whoever follows another finds the machine warm, and others at work.
                 for mode, url, program in _from(list(running.values()), turn):

@@ -29,7 +29,8 @@ HEAD = (
     "| tokens/s | coordinator, µs/token |"
 )
 LONG = 4096  # tokens: answers that have a pace at both ends
-PACE, FRONT_END = " first 512, and last 512 events, ms each: p50 |", " worker's front end, µs/token |"
+PACE = f" first {WINDOW}, and last {WINDOW} events, ms each: p50 |"
+FRONT_END = " worker's front end, µs/token |"
 SERVED = " derender service, µs/token |"
 BESIDE = "| beside | first token, ms: p50 | p99 | per output token, ms: p50 | p99 | whole answer, ms: p50 | p99 |"
 

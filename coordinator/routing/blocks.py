@@ -10,6 +10,7 @@ on, so it is enough to look into their first block, where dates and names often 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -56,7 +57,7 @@ def marks(block_tokens: int, spread: bool) -> Marks:
     return Marks(block_tokens, spread)
 
 
-class Prompt:
+class Prompt(ABC):
     """The numbers of one prompt, each made when somebody asks for it; they are the same in every process.
 
     Attributes:
@@ -97,9 +98,9 @@ class Prompt:
             self._known[blocks] = found
         return found
 
+    @abstractmethod
     def _read(self, start: int, stop: int, step: int = 1) -> int:
         """Return what stands for a part, or for what is so far apart in it."""
-        raise NotImplementedError
 
 
 class _Text(Prompt):
