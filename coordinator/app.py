@@ -109,7 +109,6 @@ def build(config: Config) -> App:
         apis=SERVED,
         metrics=metrics,
         recorder=recorder,
-        clock=time.monotonic,
         proxied=server.proxied_routes,
         passage=passage,
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
+from time import monotonic
 from typing import TYPE_CHECKING
 
 from coordinator.context import RequestContext
@@ -49,7 +50,6 @@ class Front:
 
     Args:
         apis: the client APIs that are served.
-        clock: monotonic seconds.
         proxied: routes of the local worker that are passed on, by ``passage``.
 
     Attributes:
@@ -63,7 +63,6 @@ class Front:
         apis: Sequence[Format],
         metrics: Metrics,
         recorder: Recorder,
-        clock: Callable[[], float],
         proxied: Sequence[Route] = (),
         passage: Passage | None = None,
     ) -> None:
@@ -71,7 +70,6 @@ class Front:
         self._apis = tuple(apis)
         self._metrics = metrics
         self._recorder = recorder
-        self._clock = clock
         self.page: Callable[[], Awaitable[tuple[bytes, str]]] = self._own_page
         self._proxied = tuple(proxied)
         self._passage = passage
@@ -98,7 +96,7 @@ class Front:
         return routes
 
     async def _answer(self, api: Format, request: Request) -> None:
-        begun, client_id = self._clock(), request_id(request.headers.get("X-Request-Id"))
+        client_id = request_id(request.headers.get("X-Request-Id"))
         ctx: RequestContext | None = None
         plan = self.plan
         outcome, permit = self._recorder.begin(request), plan.admission.permit()
@@ -129,7 +127,7 @@ class Front:
             finally:
                 permit.release()
                 self._leave(api, plan)
-                self._recorder.record(api, client_id, ctx, outcome, self._clock() - begun)
+                self._recorder.record(api, client_id, ctx, outcome, monotonic() - request.begun)
 
     async def _run(
         self, request: Request, ctx: RequestContext, permit: Permit, outcome: Outcome, plan: Plan
@@ -230,7 +228,7 @@ class Front:
         ask: Callable[[Headers, str], Awaitable[bytes]],
         plan: Plan,
     ) -> None:
-        begun, client_id = self._clock(), request_id(request.headers.get("X-Request-Id"))
+        client_id = request_id(request.headers.get("X-Request-Id"))
         outcome = self._recorder.begin(request)
         self._enter(route, plan)
         try:
@@ -250,11 +248,11 @@ class Front:
             await refuse(request, api, client_id, outcome.fail(_told(error, client_id)), plan.manner)
         finally:
             self._leave(route, plan)
-            self._recorder.record(route, client_id, None, outcome, self._clock() - begun)
+            self._recorder.record(route, client_id, None, outcome, monotonic() - request.begun)
 
     async def _pass_on(self, request: Request) -> None:
         """Answer by a route of the local worker."""
-        begun, client_id = self._clock(), request_id(request.headers.get("X-Request-Id"))
+        client_id = request_id(request.headers.get("X-Request-Id"))
         assert self._passage is not None
         plan, outcome = self.plan, Outcome(status=500)
         permit = plan.admission.permit()
@@ -279,7 +277,7 @@ class Front:
         finally:
             permit.release()
             self._leave("proxied", plan)
-            self._recorder.record("proxied", client_id, None, outcome, self._clock() - begun)
+            self._recorder.record("proxied", client_id, None, outcome, monotonic() - request.begun)
 
     async def _healthz(self, request: Request) -> None:
         text(request, 200, "ok\n")

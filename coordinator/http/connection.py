@@ -16,6 +16,7 @@ from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
+from time import monotonic
 from typing import TYPE_CHECKING
 
 import httptools
@@ -298,12 +299,14 @@ class Connection(asyncio.Protocol):
     # How one request follows another.
 
     def _begin(self, request: Request) -> None:
+        request.begun = monotonic()
         self.task = self._loop.create_task(self._answer(request))
 
     async def _answer(self, request: Request) -> None:
         response = request.response
         try:
-            if (turn := self._server.turns.take(self._loop)) is not None:
+            # Probes and scrapes are little work, and may not wait behind a burst of what is more.
+            if request.method == "POST" and (turn := self._server.turns.take(self._loop)) is not None:
                 await turn
             await self._server.answer(request)
             if response.closes and response.ended and not request.body.complete:

@@ -172,10 +172,12 @@ class Request:
         path, query: of the target, as they were sent; ``query`` is without its question mark.
         http_1_1: not HTTP/1.0.
         keep_alive: the client will send another request on this connection, if we let it.
+        begun: when it was the first on its connection to be answered, monotonic seconds; its turn may come later.
         response: the answer to it.
     """
 
     __slots__ = (
+        "begun",
         "body",
         "connection",
         "headers",
@@ -187,6 +189,7 @@ class Request:
         "response",
         "target",
     )
+    begun: float
     response: Response
 
     def __init__(

@@ -55,6 +55,24 @@ async def test_a_stream_of_any_api_has_a_time_to_first_token_gaps_and_a_time_per
     assert await at.count("coordinator_time_per_output_token_seconds_count") == 1
 
 
+async def test_a_request_lasts_from_its_head_on_also_while_it_waits_for_its_turn(coordinator, fleet, ask, eventually):
+    at = await coordinator(fleet)
+    turns: list[asyncio.Future[None]] = []
+
+    def take(loop: asyncio.AbstractEventLoop) -> asyncio.Future[None]:
+        turns.append(loop.create_future())
+        return turns[-1]
+
+    at.app.server.turns.take = take
+    async with at.open(CHAT, ask()) as live:
+        await eventually(lambda: turns)
+        await asyncio.sleep(0.1)
+        turns[0].set_result(None)
+        await live.head()
+        await live.rest()
+    assert await at.count("coordinator_request_seconds_sum", route="chat") >= 0.1
+
+
 async def test_a_whole_answer_has_no_times_of_tokens(coordinator, fleet):
     at = await coordinator(fleet, "text")
     await at.chat()
