@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-from coordinator.http.request import ENCODINGS, BodyBroken
+from coordinator.http.request import ENCODINGS
+from coordinator.inflate import BodyBroken
 from envelope.errors import BadRequest, ReadTimeout, TooLarge, UnsupportedMedia
 from envelope.json_codec import JSONDecodeError
 from envelope.written import loads_body

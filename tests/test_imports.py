@@ -60,9 +60,10 @@ PLAIN = (
 )
 PLAIN_TOLD = tuple(f"coordinator.telemetry.{name}" for name in ("pace", "redact"))
 CORE = (*CONTRACT, *(f"coordinator.{name}" for name in PLAIN), *PLAIN_TOLD)
-AT_WORKERS = ("bootstrap", "call", "capability", "health", "release", "retry", "wire")
+AT_WORKERS = ("bootstrap", "call", "capability", "health", "inflated", "release", "retry", "wire")
 WIRED = (
-    *("fetch", "upstream", "relay", "server", "intake", "respond", "questions", "passage", "outcome", "plan"),
+    *("fetch", "inflate", "upstream", "relay", "server", "intake"),
+    *("respond", "questions", "passage", "outcome", "plan"),
     *(f"workers.{name}" for name in AT_WORKERS),
 )
 TOLD = ("attempt", "model_names", "recent", "server_timing", "tracing")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import zlib
 from typing import TYPE_CHECKING
 
 from httptools import HttpParserInvalidURLError, parse_url
+
+from coordinator.inflate import PACKED, BodyBroken, Inflater
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -19,18 +20,8 @@ if TYPE_CHECKING:
 # So much of a body may wait for its reader before the client is stopped.
 _HIGH_WATER = 256 * 1024
 
-# A packed body is inflated in steps of at most so many bytes, and others have their turn in between.
-_STEP = 256 * 1024
-
-# A packed file may have members of 64 KiB and less; each of them costs more than its bytes.
-_MEMBERS = 4096
-
-# What ``Body`` inflates.
-ENCODINGS = frozenset(("", "identity", "gzip", "x-gzip", "deflate"))
-
-
-class BodyBroken(Exception):
-    """The rest of a body cannot be read: its framing or its encoding is wrong, or its client has left."""
+# What ``Body`` undoes.
+ENCODINGS = PACKED | {"", "identity"}
 
 
 class Body:
@@ -117,51 +108,6 @@ class Body:
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
-
-
-class Inflater:
-    """Undoes gzip and deflate, in bounded steps. Source: RFC 9110, section 8.4.1; RFC 1952, section 2.2."""
-
-    def __init__(self, encoding: str) -> None:
-        self._gzip = encoding != "deflate"
-        self._inflate: zlib._Decompress | None = None
-        self._members = 0
-
-    def step(self, data: bytes) -> tuple[bytes, bytes]:
-        """Return some inflated bytes, and what of the data is left for the next step.
-
-        Raises:
-            BodyBroken
-        """
-        if self._inflate is None:
-            self._members += 1
-            if self._members > _MEMBERS:
-                raise BodyBroken("what was packed has too many members")
-            self._inflate = zlib.decompressobj(wbits=self._wbits(data))
-        try:
-            inflated = self._inflate.decompress(data, _STEP)
-        except zlib.error as error:
-            raise BodyBroken from error
-        rest = self._inflate.unconsumed_tail
-        if self._inflate.eof and (rest := self._inflate.unused_data):
-            if not self._gzip:
-                raise BodyBroken("something follows the end of what was packed")
-            self._inflate = None  # a file of several members
-        return inflated, rest
-
-    def end(self) -> None:
-        """
-        Raises:
-            BodyBroken: it was cut off.
-        """
-        if self._inflate is not None and not self._inflate.eof:
-            raise BodyBroken("what was packed has no end")
-
-    def _wbits(self, data: bytes) -> int:
-        if self._gzip:
-            return zlib.MAX_WBITS | 16
-        # Some send deflate without the zlib header that it is to have.
-        return zlib.MAX_WBITS if data[0] & 0x0F == 8 else -zlib.MAX_WBITS
 
 
 class Request:

@@ -6,6 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 from coordinator.headers import downstream_headers
+from coordinator.workers.inflated import body_of
 from coordinator.workers.verdict import event_error, retryable
 from coordinator.workers.wire import Broken, ConnectFailed
 from envelope.errors import ApiError, LegError, LegFailed, LegRejected, LegTimeout, NoWorker
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from coordinator.routing.router import Worker
     from coordinator.step import Leg
     from coordinator.telemetry.attempt import Watched
+    from coordinator.workers.inflated import Inflated
     from coordinator.workers.wire import Connection, Pool
     from envelope.written import Buffer
 
@@ -40,6 +42,7 @@ class Call:
         "_head",
         "_heard",
         "_pool",
+        "_source",
         "_tokens",
         "attempt",
         "began",
@@ -67,6 +70,7 @@ class Call:
         self.watched: Watched | None = None
         self.report: Callable[[Worker, ApiError | None], None] | None = None
         self.connection: Connection = None  # type: ignore[assignment]  # set by ``open``
+        self._source: Connection | Inflated = None  # type: ignore[assignment]  # as above
         now = asyncio.get_running_loop().time() if attempt or begun is None else begun
         self.began = now
         self.ends_at = (now if begun is None else begun) + leg.limits.request_s if leg.limits.request_s else None
@@ -120,6 +124,7 @@ class Call:
         except Broken:
             self.stale = connection.reused and not connection.answered
             raise
+        self._source = body_of(connection)
 
     @property
     def first_event(self) -> bytes:
@@ -137,7 +142,7 @@ class Call:
         """
         events, left = Events(), MAX_EVENT_BYTES
         while True:
-            chunk = await self.connection.read(ends_at)
+            chunk = await self._source.read(ends_at)
             if not chunk:
                 raise LegFailed(self.leg.step, "the worker's stream ended before its first event")
             if left < 0:
@@ -164,9 +169,9 @@ class Call:
         Raises:
             LegFailed, LegTimeout: the answer broke off or is too large, or nothing came in time.
         """
-        if self.connection.complete and not self._head:  # it came with its head, as most do
+        if self.connection.complete and self._source is self.connection and not self._head:
             self._heard = True
-            return self.connection.take()
+            return self.connection.take()  # it came with its head, as most do
         parts: list[bytes] = []
         left = _MOST_BYTES
 
@@ -199,7 +204,7 @@ class Call:
                 return False
         try:
             if self.leg.limits.idle_s is None and self.ends_at is None:
-                return await self.connection.push(take)
+                return await self._source.push(take)
             return await self._push_in_time(take)
         except WIRE_FAULTS as error:
             raise wire_error(self.leg, error) from error
@@ -217,7 +222,7 @@ class Call:
             idle_at = heard_at + idle_s if idle_s else None
             try:
                 async with asyncio.timeout_at(earliest(idle_at, self.ends_at)):
-                    return await self.connection.push(heard)
+                    return await self._source.push(heard)
             except TimeoutError:
                 now = loop.time()
                 if (self.ends_at is not None and now >= self.ends_at) or idle_s is None or now >= heard_at + idle_s:

@@ -11,7 +11,6 @@ It knows nothing of legs, routing or errors of the API; ``upstream`` and ``call`
 from __future__ import annotations
 
 import asyncio
-import zlib
 from collections import deque
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -63,7 +62,6 @@ class Connection(asyncio.Protocol):
         "_error",
         "_fields",
         "_head_done",
-        "_inflate",
         "_keeps",
         "_parser",
         "_parts",
@@ -96,7 +94,6 @@ class Connection(asyncio.Protocol):
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._push: Callable[[bytes], bool] | None = None
-        self._inflate: zlib._Decompress | None = None
 
     # What ``upstream`` does with it.
 
@@ -104,7 +101,6 @@ class Connection(asyncio.Protocol):
         """Write one request; the answer to the one before must have been read."""
         self.status, self._fields, self._barren_bytes = 0, [], 0
         self._head_done = self.complete = self.answered = False
-        self._inflate = None
         if len(body) == 1 and len(body[0]) <= _JOIN_UP_TO:
             self._transport.write(head + body[0])
         else:
@@ -227,19 +223,12 @@ class Connection(asyncio.Protocol):
             self._fields.clear()
             return
         self.status, self._head_done, self.headers = status, True, CIMultiDict(decoded(self._fields))
-        if self.headers.get("Content-Encoding", "").lower() in ("gzip", "deflate"):
-            self._inflate = zlib.decompressobj(wbits=zlib.MAX_WBITS | 32)
 
     def on_body(self, data: bytes) -> None:
-        if self._inflate is None:
-            self._parts.append(data)
-        elif inflated := self._inflate.decompress(data):
-            self._parts.append(inflated)
+        self._parts.append(data)
 
     def on_message_complete(self) -> None:
         self.complete = self._head_done
-        if self._inflate is not None and (rest := self._inflate.flush()):
-            self._parts.append(rest)
         self._keeps = self._parser.should_keep_alive()  # only here: the parser forgets it with the message
 
     # How bytes get from there to here.

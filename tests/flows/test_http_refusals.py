@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from coordinator.http import connection
-from coordinator.http.request import Inflater
+from coordinator.inflate import Inflater
 from tests.flows.wire import chunked, connect, head, post
 
 if TYPE_CHECKING:

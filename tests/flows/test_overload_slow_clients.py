@@ -2,6 +2,8 @@
 
 import asyncio
 import socket
+import tracemalloc
+import zlib
 from contextlib import asynccontextmanager
 
 import pytest
@@ -207,3 +209,24 @@ async def test_the_limit_of_a_head_is_none_for_the_request_behind_it(quick, flee
     """Its body has a limit of its own, and its answer none."""
     fleet.decode.behave.first_byte_s = 0.4
     assert (await quick.chat()).status == 200
+
+
+async def test_of_a_stream_that_came_packed_no_more_is_inflated_than_its_client_takes(says, scripted):
+    """A few hundred kilobytes, which one read may bring, are 64 MB."""
+    packer = zlib.compressobj(wbits=zlib.MAX_WBITS | 16)
+    packed = b"".join(packer.compress(EVENT) for _ in range(OFFERED // len(EVENT) + 1))
+    packed += packer.compress(b"data: [DONE]\n\n") + packer.flush()
+    assert len(packed) < 512 * 1024
+    at, _ = await says(scripted.sse(packed, head="Content-Encoding: gzip\r\n"))
+    size = 0
+    async with at.open(CHAT, {"model": "m", "messages": [], "stream": True}) as live:
+        tracemalloc.start()
+        try:
+            while piece := await live.pull(2**18):
+                size += len(piece)
+                if piece.endswith(b"\r\n0\r\n\r\n"):
+                    break
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+    assert (size > OFFERED, peak < 8 * 2**20) == (True, True)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from coordinator.http import connection as connection_module
 from coordinator.http.connection import Patience
-from coordinator.http.request import BodyBroken
+from coordinator.inflate import BodyBroken
 from envelope.errors import BadRequest, ClientGone, HeadersTooLarge
 from tests.coordinator.http.peer import Peer
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gzip
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -141,17 +140,6 @@ async def test_a_large_body_goes_out_whole(start: Any) -> None:
     assert worker.requests[0].endswith(b"\r\n\r\n" + body)
 
 
-@pytest.mark.parametrize("encoding", ["gzip", "deflate"])
-async def test_a_compressed_body_is_inflated(start: Any, encoding: str) -> None:
-    import zlib
-
-    packed = gzip.compress(b"abcde") if encoding == "gzip" else zlib.compress(b"abcde")
-    head = f"HTTP/1.1 200 OK\r\nContent-Encoding: {encoding}\r\nContent-Length: {len(packed)}\r\n\r\n".encode()
-    worker = await start([head, packed[:4], packed[4:]])
-    async with pool() as made:
-        assert (await asked(made, worker))[1] == b"abcde"
-
-
 async def test_a_connection_serves_one_exchange_after_another(start: Any) -> None:
     worker = await start([SIZED], [CHUNKED], [SIZED])
     async with pool() as made:
@@ -265,7 +253,6 @@ async def test_a_port_that_nobody_listens_on_is_told_from_a_broken_answer() -> N
         [b"HTTP/1.1 100 Continue\r\n\r\n" * 50_000],
         [CHUNKED[:-2] + b"X-A: " + b"b" * 1_000_000],
         [CHUNKED[:-5] + b"2;" + b"b" * 1_000_000],
-        [b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: 5\r\n\r\nabcde"],
     ],
     ids=[
         "no byte",
@@ -280,7 +267,6 @@ async def test_a_port_that_nobody_listens_on_is_told_from_a_broken_answer() -> N
         "no end of what comes before",
         "no end of a trailer",
         "no end of a chunk's size",
-        "no gzip",
     ],
 )
 async def test_an_answer_that_is_not_whole_or_not_http_is_broken(start: Any, answer: list[Any]) -> None:
