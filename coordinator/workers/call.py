@@ -12,7 +12,7 @@ from coordinator.workers.wire import Broken, ConnectFailed
 from envelope.errors import ApiError, LegError, LegFailed, LegRejected, LegTimeout, NoWorker
 from envelope.formats import PATHS, Format
 from envelope.json_codec import JSONDecodeError, loads_lenient
-from envelope.sse import MAX_EVENT_BYTES, Events, EventTooLarge, data_of
+from envelope.sse import MAX_EVENT_BYTES, Events, EventTooLarge, data_of, event_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -151,12 +151,12 @@ class Call:
             self._head.append(chunk)
             for event in events.feed(chunk):
                 if (data := data_of(event)) is not None:
-                    return self._accept_first(data)
+                    return self._accept_first(event, data)
 
-    def _accept_first(self, data: bytes) -> None:
+    def _accept_first(self, event: bytes, data: bytes) -> None:
         if data == _DONE:
             raise LegFailed(self.leg.step, "the worker's stream held no answer")
-        if b'"error"' in data and (error := _error_in(data)):
+        if b"error" in event and (error := _error_in(event, data)):
             told = event_error(self.leg, error)
             self._heard = not isinstance(told, LegRejected)
             raise told
@@ -267,11 +267,15 @@ def earliest(*ends: float | None) -> float | None:
     return min((end for end in ends if end is not None), default=None)
 
 
-def _error_in(data: bytes) -> Any:
+def _error_in(event: bytes, data: bytes) -> Any:
+    """Return what an event tells of a failure: its ``error``, or all of it where its name or type says so."""
+    named = event_name(event) == "error"
     try:
-        event = loads_lenient(data)
+        body = loads_lenient(data)
     except JSONDecodeError:
-        return None
-    if not isinstance(event, dict):
-        return None
-    return event.get("error")
+        return data.decode("utf-8", "replace") if named else None
+    if isinstance(body, dict):
+        if error := body.get("error"):
+            return error
+        named = named or body.get("type") == "error"
+    return (body or "no word of why") if named else None

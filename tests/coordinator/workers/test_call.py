@@ -230,6 +230,8 @@ FIRST = [
     ((b'data: {"text":"\\"error\\""}\n\n',), b'{"text":"\\"error\\""}'),
     ((b'data: ["error"]\n\n',), b'["error"]'),
     ((b'data: {"error":\n\n',), b'{"error":'),
+    ((b"event: no error\n" + EVENT,), b'{"choices":[{"index":0}]}'),
+    ((b'data: {"type":"error report"}\n\n',), b'{"type":"error report"}'),
 ]
 
 
@@ -250,6 +252,12 @@ REFUSED: list[tuple[tuple[bytes, ...], type[LegError], int]] = [
     ((ERROR % b"404",), LegRejected, 404),
     ((ERROR % b"503",), LegBusy, 503),
     ((ERROR % b"500",), LegFailed, 502),
+    ((b'event: error\ndata: {"code":"server_error","message":"bad"}\n\n',), LegFailed, 502),
+    ((b'event: error\ndata: {"code":429,"message":"bad"}\n\n',), LegRejected, 429),
+    ((b'data: {"type":"error","code":400,"message":"bad"}\n\n',), LegRejected, 400),
+    ((b"event: error\ndata: out of memory\n\n",), LegFailed, 502),
+    ((b"event: error\ndata: {}\n\n",), LegFailed, 502),
+    ((b"event: error\ndata: null\n\n",), LegFailed, 502),
     ((b"data: [DONE]\n\n",), LegFailed, 502),
     ((b": keep-alive\n\n",), LegFailed, 502),
     ((b"data: {}",), LegFailed, 502),
