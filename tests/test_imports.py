@@ -127,8 +127,8 @@ TABLE = (
     ),
     Row(
         (SECRET, TLS),
-        "security.secret and security.tls read keys and certificates: they import pydantic at most",
-        may=PYDANTIC,
+        "security.secret and security.tls read keys and certificates: they import pydantic and envelope at most",
+        may=(*PYDANTIC, *ENVELOPE),
     ),
     Row(
         (OUTBOUND,),

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import ssl
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from envelope.errors import BadRequest, error_body
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -55,6 +57,50 @@ def parse_suite(value: str) -> str:
     return value
 
 
+_IN_PLAIN = error_body(BadRequest("this port speaks HTTPS, and the request came in plain HTTP: ask for https://"), "")
+_ANSWER_IN_PLAIN = (
+    b"HTTP/1.1 400 Bad Request\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    b"Content-Length: %d\r\n\r\n%b" % (len(_IN_PLAIN), _IN_PLAIN)
+)
+
+
+class _Context(ssl.SSLContext):
+    """Answers a request in plain HTTP with a 400 where a handshake should begin, as nginx does."""
+
+    def wrap_bio(self, incoming: ssl.MemoryBIO, outgoing: ssl.MemoryBIO, *args: Any, **options: Any) -> ssl.SSLObject:
+        made = super().wrap_bio(incoming, outgoing, *args, **options)
+        assert isinstance(made, _Handshake)
+        made.incoming, made.outgoing = incoming, outgoing
+        return made
+
+
+class _Handshake(ssl.SSLObject):
+    """One connection's TLS.
+
+    Attributes:
+        incoming, outgoing: what the event loop has read, and what it is going to write.
+    """
+
+    incoming: ssl.MemoryBIO
+    outgoing: ssl.MemoryBIO
+    _in_plain = False
+
+    def do_handshake(self) -> None:
+        if not self._in_plain:
+            try:
+                super().do_handshake()
+                return
+            except ssl.SSLError as error:
+                if error.reason != "HTTP_REQUEST":
+                    raise
+            self._in_plain = True
+            self.outgoing.write(_ANSWER_IN_PLAIN)
+        # What still comes is thrown away until the client hangs up, or the time of a handshake is over: a connection
+        # that is closed with something unread is reset, and the client may never read its answer.
+        self.incoming.read()
+        raise ssl.SSLWantReadError
+
+
 class Certificate:
     """A folder's certificate and key, as a context for a server, and what replaces them.
 
@@ -87,7 +133,8 @@ class Certificate:
 
     def _new(self) -> ssl.SSLContext:
         """Return a context with every setting: OpenSSL takes some of them from the one that it is given last."""
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context = _Context(ssl.PROTOCOL_TLS_SERVER)
+        context.sslobject_class = _Handshake
         context.minimum_version = self._min_version
         context.set_alpn_protocols(["http/1.1"])
         if self._suites:

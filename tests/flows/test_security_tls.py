@@ -102,8 +102,25 @@ async def test_a_served_port_speaks_tls_and_nothing_else(serve, folder, unused_t
         assert status == 200 and "coordinator_requests_in_flight" in page
         with pytest.raises(aiohttp.ClientConnectorCertificateError):
             await get(url, "/healthz", trusting("ecdsa"))
-        with pytest.raises(aiohttp.ClientError):
-            await get(url.replace("https", "http"), "/healthz", None)
+        for plain in (url.replace("https", "http"), f"http://127.0.0.1:{unused_tcp_port}"):
+            status, told = await get(plain, "/healthz", None)
+            assert (status, "speaks HTTPS" in json.loads(told)["error"]["message"]) == (400, True)
+
+
+async def test_a_body_in_plain_http_is_thrown_away_until_its_client_has_read_the_answer(serve, folder):
+    server = {"secure_serving": True, "cert_path": folder("rsa"), "listen_addr": "127.0.0.1:0"}
+    async with serve(server=server) as (url, _):
+        reader, writer = await asyncio.open_connection(*url.removeprefix("https://").split(":"))
+        writer.write(b"POST / HTTP/1.1\r\nHost: here\r\nContent-Length: 9999999\r\n\r\n")
+        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), HANG_S)
+        for _ in range(64):
+            writer.write(bytes(2**16))
+            await writer.drain()
+        writer.write_eof()
+        body = await asyncio.wait_for(reader.read(), HANG_S)
+        writer.close()
+    assert head.startswith(b"HTTP/1.1 400 ")
+    assert json.loads(body)["error"]["code"] == 400
 
 
 async def test_a_certificate_that_cannot_be_used_stops_the_start_and_is_named(serve, folder):

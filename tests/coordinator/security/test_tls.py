@@ -179,3 +179,16 @@ async def test_the_lowest_version_and_the_suites_hold_after_a_renewal_too(folder
     assert (await served(newer, trusting("rsa")))[0] == "TLSv1.3"
     with pytest.raises((ssl.SSLError, ConnectionError)):
         await served(newer, old)
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD", "POST", "PUT"])
+async def test_a_request_in_plain_http_is_told_what_the_port_speaks(folder: Callable[..., str], method: str) -> None:
+    loop, context = asyncio.get_running_loop(), Certificate(folder()).context
+    server = await loop.create_server(asyncio.Protocol, "127.0.0.1", 0, ssl=context)
+    reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname()[:2])
+    writer.write(f"{method} / HTTP/1.1\r\nHost: here\r\n\r\n".encode())
+    writer.write_eof()
+    answer = await reader.read()
+    assert answer.startswith(b"HTTP/1.1 400 Bad Request\r\n") and b"this port speaks HTTPS" in answer
+    writer.close()
+    server.close()
