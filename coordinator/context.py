@@ -22,8 +22,8 @@ slot                  set by                  read by
 ``failed``            upstream                upstream (workers to avoid when a leg is made again)
 ``prompt_tokens``     routing                 routing (what a leg weighs)
 ``chains``            routing                 routing (what the prompt begins with)
-``places``            server                  pipeline, prefill-decode (give prefill's back early)
-``queued_s``          server                  the access log, Server-Timing
+``places``            server                  pipeline, prefill-decode (give prefill's back early),
+                                              Server-Timing
 ``trace``             server                  upstream (a span for each call of a worker)
 ``generated``         decode (of a service's  derender
                       derender alone)
@@ -86,6 +86,10 @@ class LiveStream(Protocol):
 
 class Places(Protocol):
     """What a request was let in with; its owner is the server."""
+
+    @property
+    def waited_s(self) -> float:
+        """How long it waited for that."""
 
     def free(self, role: str) -> None:
         """Give back the place at a role whose leg is over."""
@@ -201,7 +205,6 @@ class RequestContext:
     places: Places | None = None
     heard: dict[str, list[str]] = field(default_factory=dict)
     carried: dict[str, str] = field(default_factory=dict)
-    queued_s: float = 0.0
     trace: Any = None
     generated: Answer | None = None
     answer: Answer | None = None

@@ -26,6 +26,7 @@ class Outcome:
     """How one request ended; becomes its log line, its metrics and its span.
 
     Attributes:
+        queued_s: how long it waited for places, also where it got none.
         tokens: ``input`` and ``output``, as the workers counted them; empty where they did not.
     """
 
@@ -33,6 +34,7 @@ class Outcome:
     word: str = "internal_error"
     error: str | None = None
     result: Result | None = None
+    queued_s: float = 0.0
     tokens: dict[str, int] = field(default_factory=dict)
     trace: Trace = PASSING
 
@@ -135,12 +137,12 @@ def _line(
     }
     if outcome.error:
         line["error"] = outcome.error
+    if outcome.queued_s:
+        line["queue_seconds"] = round(outcome.queued_s, 6)
     if ctx is not None:
         line["model"] = model
         line["leg_id"] = ctx.leg_id
         line["stream"] = ctx.stream
-        if ctx.queued_s:
-            line["queue_seconds"] = round(ctx.queued_s, 6)
         line["legs"] = legs_of(ctx.legs)
     line.update(counted)
     line["seconds"] = round(seconds, 6)

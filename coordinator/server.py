@@ -126,6 +126,7 @@ class Front:
                 _told(error, client_id)  # the answer is out already, or another failure is on its way
             finally:
                 permit.release()
+                outcome.queued_s = permit.waited_s
                 self._leave(api, plan)
                 self._recorder.record(api, client_id, ctx, outcome, monotonic() - request.begun)
 
@@ -135,7 +136,6 @@ class Front:
         exchange = Exchange(request, ctx, plan.manner)
         # Before the heart may beat: a comment line would spend the status that a refusal needs.
         await permit.reserve(ctx)
-        ctx.queued_s = permit.waited_s
         ctx.places = permit
         async with exchange:
             try:
@@ -203,7 +203,7 @@ class Front:
 
     async def _list_models(self, request: Request) -> None:
         plan = self.plan
-        await self._question(request, "models", None, plan.questions.models, plan)
+        await self._question(request, "models", None, plan.questions.models, plan, plan.admission.permit())
 
     async def _count_tokens(self, request: Request) -> None:
         plan = self.plan
@@ -215,10 +215,7 @@ class Front:
             asked = await plan.intake.read_json(request, Format.MESSAGES)
             return await plan.questions.count_tokens(headers, client_id, asked)
 
-        try:
-            await self._question(request, "count_tokens", Format.MESSAGES, count, plan)
-        finally:
-            permit.release()
+        await self._question(request, "count_tokens", Format.MESSAGES, count, plan, permit)
 
     async def _question(
         self,
@@ -227,6 +224,7 @@ class Front:
         api: Format | None,
         ask: Callable[[Headers, str], Awaitable[bytes]],
         plan: Plan,
+        permit: Permit,
     ) -> None:
         client_id = request_id(request.headers.get("X-Request-Id"))
         outcome = self._recorder.begin(request)
@@ -247,6 +245,8 @@ class Front:
         except Exception as error:
             await refuse(request, api, client_id, outcome.fail(_told(error, client_id)), plan.manner)
         finally:
+            permit.release()
+            outcome.queued_s = permit.waited_s
             self._leave(route, plan)
             self._recorder.record(route, client_id, None, outcome, monotonic() - request.begun)
 
@@ -276,6 +276,7 @@ class Front:
             await refuse(request, None, client_id, outcome.fail(_told(error, client_id)), plan.manner)
         finally:
             permit.release()
+            outcome.queued_s = permit.waited_s
             self._leave("proxied", plan)
             self._recorder.record("proxied", client_id, None, outcome, monotonic() - request.begun)
 

@@ -221,8 +221,6 @@ def _asked(ctx: RequestContext) -> dict[str, Any]:
         value = next((settings[key] for key in keys if _is_number(settings.get(key))), None)
         if value is not None:
             found[name] = value
-    if ctx.queued_s:
-        found["coordinator.queue_seconds"] = ctx.queued_s
     return found
 
 
@@ -234,6 +232,8 @@ def _ended(outcome: Outcome) -> dict[str, Any]:
     found: dict[str, Any] = {"http.response.status_code": outcome.status, "coordinator.outcome": outcome.word}
     if outcome.error:
         found["error.type"] = outcome.error if outcome.word != "stream_broken" else outcome.word
+    if outcome.queued_s:
+        found["coordinator.queue_seconds"] = outcome.queued_s
     if (result := outcome.result) is None:
         return found
     if result.pace is not None and (ttft_s := result.pace.ttft_s) is not None:

@@ -97,7 +97,7 @@ class Recent:
                 outcome.word,
                 model,
                 ctx is not None and ctx.stream,
-                0.0 if ctx is None else ctx.queued_s,
+                outcome.queued_s,
                 None if result is None or result.pace is None else result.pace.ttft_s,
                 () if ctx is None else ctx.legs,
             )

@@ -15,6 +15,6 @@ if TYPE_CHECKING:
 
 def server_timing(ctx: RequestContext) -> str:
     """Return the header's value; of a stream, what is over when its head is sent."""
-    times = [("queue", ctx.queued_s)] if ctx.queued_s else []
+    times = [("queue", ctx.places.waited_s)] if ctx.places is not None and ctx.places.waited_s else []
     times += [(name, leg.seconds) for name, leg in numbered(ctx.legs)]
     return ", ".join(f"{name};dur={1000 * seconds:.1f}" for name, seconds in times)

@@ -1,10 +1,13 @@
 """More requests than there is room for: who waits, who is refused, and that a refusal has cost no worker anything."""
 
 import asyncio
+import json
+import logging
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 
+from coordinator.logs import access
 from coordinator.sim import Fault
 from envelope.errors import LegFailed
 from tests.flows.wire import connect, head
@@ -103,6 +106,19 @@ async def test_a_wait_that_is_too_long_is_a_503_that_says_when_to_come_again(hel
     assert "within 0.05 s" in got.error["message"]
     assert await at.count("coordinator_queue_seconds_count", outcome="timeout") == 1
     assert await at.count("coordinator_requests_total", outcome="overloaded") == 1
+
+
+@pytest.mark.parametrize("limit", [{"server": {"max_concurrency": 1}}, {"pool": {"max_inflight": 1}}])
+async def test_a_wait_for_nothing_is_told_as_long_as_it_was(held, ask, eventually, monkeypatch, caplog, limit):
+    caplog.set_level(logging.INFO, "coordinator.access")
+    lines, server = [], {"queue_timeout": "50ms", **limit.get("server", {})}
+    monkeypatch.setattr(access, "put", lambda line: lines.append(json.loads(line)))
+    at, worker, _ = await held(1, limit.get("pool"), server=server)
+    async with asked(at, ask, eventually, worker, 1):
+        assert (await at.chat()).status == 503
+        await eventually(lambda: lines)
+    (line,) = lines
+    assert line["seconds"] >= line["queue_seconds"] >= 0.05
 
 
 async def test_a_client_that_leaves_the_queue_makes_room_in_it(held, ask, eventually):
