@@ -50,7 +50,8 @@ _AGES = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0,
 _WORKERS = 500
 OTHER = "other"
 
-# Of several processes each tells these of what is the same for all, or of a time: the greatest is told, not the sum.
+# Of several processes each tells these of what is the same for all, of a time, or of what each has its own limit for:
+# the greatest is told, not the sum.
 NOT_SUMMED = frozenset(
     {
         "coordinator_build_info",
@@ -58,6 +59,8 @@ NOT_SUMMED = frozenset(
         "coordinator_discovered_workers",
         "coordinator_discovery_last_success_timestamp_seconds",
         "process_start_time_seconds",
+        "process_open_fds",
+        "process_max_fds",
     }
 )
 

@@ -73,6 +73,19 @@ def test_what_all_processes_find_alike_is_told_once() -> None:
     assert names >= NOT_SUMMED
 
 
+def test_of_open_files_the_process_that_has_most_is_told() -> None:
+    """Each has a limit of its own: half of the sum may be one process that has no file left."""
+
+    def process(open_files: int) -> Families:
+        registry = CollectorRegistry()
+        Gauge("process_open_fds", "Open.", registry=registry).set(open_files)
+        Gauge("process_max_fds", "Most.", registry=registry).set(1000)
+        return families(registry)
+
+    found = shown(total([process(100), process(990)]))
+    assert (found["process_open_fds",], found["process_max_fds",]) == (990, 1000)
+
+
 def test_what_was_told_is_left_as_it_was() -> None:
     one = told({"chat": 3}, 2, 0.5)
     total([one, one])
