@@ -266,7 +266,7 @@ class HttpUpstream:
     async def _hear_out(self, ctx: RequestContext, call: Call) -> None:
         """Wait for what tells the fate of a hand-over: prefill's answer, or the beginning of decode's."""
         leg = call.leg
-        await call.connection.head()
+        await call.head()
         if leg.late or leg.runs_on_s:
             reply = await self._whole(ctx, call, ())
             if leg.late:

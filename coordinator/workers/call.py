@@ -126,6 +126,15 @@ class Call:
             raise
         self._source = body_of(connection)
 
+    async def head(self) -> None:
+        """Wait for the head of the answer where ``open`` was cancelled before it had come.
+
+        Raises:
+            Broken
+        """
+        await self.connection.head()
+        self._source = body_of(self.connection)
+
     @property
     def first_event(self) -> bytes:
         return self._first
