@@ -357,9 +357,8 @@ class Metrics:
     def leg(self, leg: LegTime) -> None:
         """Count one step, and what it could not use of its workers' answers."""
         self.leg_seconds.observe((leg.step, leg.outcome), leg.seconds)
-        # A worker's answer is read where it comes in, and again by its step, which has the last word.
-        last = leg.attempts[-1].outcome if leg.attempts else ""
-        if leg.outcome != last:
+        # A worker's answer is read where it comes in, which is counted there, and again by its step.
+        if leg.outcome in _UNUSABLE and all(attempt.outcome != leg.outcome for attempt in leg.attempts):
             self.unusable(leg.step, leg.outcome)
 
     def unusable(self, step: str, error: str) -> None:

@@ -178,7 +178,7 @@ class PrefillDecode:
         return by_transfer(f"xfer-{secrets.token_hex(16)}", address, engines[rank]), headers
 
     async def _run_prefill(self, ctx: RequestContext, upstream: Upstream) -> str:
-        begun, outcome = self._settings.clock(), "cancelled"
+        begun, outcome, before = self._settings.clock(), "cancelled", len(ctx.attempts)
         try:
             outcome = await self._prefill.run(ctx, upstream)
         except Again as again:
@@ -188,7 +188,8 @@ class PrefillDecode:
             outcome = type(error).__name__
             raise
         finally:
-            ctx.legs.append(LegTime(self._prefill.type, self._settings.clock() - begun, outcome, begun=begun))
+            attempts = [attempt for attempt in ctx.attempts[before:] if attempt.step == self._prefill.type]
+            ctx.legs.append(LegTime(self._prefill.type, self._settings.clock() - begun, outcome, attempts, begun))
             if ctx.places is not None:
                 ctx.places.free(self._prefill.role)
         return outcome

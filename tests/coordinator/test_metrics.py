@@ -121,6 +121,9 @@ def test_a_call_is_in_flight_until_it_is_closed_and_is_timed_by_its_worker(metri
     assert value(metrics, "coordinator_worker_leg_seconds_sum", **where, outcome="ok") == 0.25
 
 
+OF_THREE = ("ok", "LegUnreadable", "cancelled")
+
+
 @pytest.mark.parametrize(
     ("step_outcome", "attempt_outcome"),
     [("LegUnreadable", "LegUnreadable"), ("LegUnreadable", "ok"), ("ok", "LegUnreadable")],
@@ -133,6 +136,15 @@ def test_an_unusable_answer_is_counted_once_whoever_found_it(
     metrics.attempt(attempt)
     metrics.leg(LegTime("decode", 0.1, step_outcome, (attempt,)))
     assert value(metrics, "coordinator_answers_unusable_total", step="decode", reason="unreadable") == 1
+
+
+def test_an_unusable_answer_of_one_of_several_calls_is_counted_once(metrics: Metrics) -> None:
+    """Of a leg for each image, or of a pair: the others were given up because of it."""
+    attempts = [Attempt("encode", "encode", f"w:{n}", 0, 0.0, 0.1, how) for n, how in enumerate(OF_THREE)]
+    for attempt in attempts:
+        metrics.attempt(attempt)
+    metrics.leg(LegTime("encode", 0.1, "LegUnreadable", attempts))
+    assert value(metrics, "coordinator_answers_unusable_total", step="encode", reason="unreadable") == 1
 
 
 def test_the_page_is_prometheus_own_text(metrics: Metrics) -> None:

@@ -29,6 +29,22 @@ async def test_a_prefill_that_fails_ends_decode_and_decides_the_status(fleet_of,
 
 
 @pytest.mark.parametrize("kind", KINDS)
+async def test_a_prefill_that_answers_nonsense_is_counted_once_and_named(fleet_of, coordinator, unused_tcp_port, kind):
+    fleet = await paired(fleet_of, kind)
+    at = await coordinator(fleet, "pair", server={"metrics_port": unused_tcp_port})  # which has the status page
+    fleet.prefill.behave.next(Fault(path=CHAT, canned=Canned(200, "no JSON")))
+    assert (await at.chat()).status == 502
+    unusable = at.app.metrics.answers_unusable.collect()[0].samples
+    assert {sample.labels["step"]: sample.value for sample in unusable if sample.name.endswith("_total")} == {
+        "prefill": 1
+    }
+    told = {leg["step"]: leg for leg in at.app.recent.shown()[0]["legs"]}
+    assert told["prefill"]["outcome"] == told["prefill-decode"]["outcome"] == "LegUnreadable"
+    assert told["prefill"]["workers"] == [fleet.prefill.url.removeprefix("http://")]
+    await leaves_decode_waiting(fleet)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 async def test_a_prefill_that_refuses_is_told_to_the_client_in_the_worker_s_words(
     fleet_of, coordinator, eventually, kind
 ):
