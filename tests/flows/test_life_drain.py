@@ -5,13 +5,17 @@ import json
 import os
 import signal
 import sys
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
 import yaml
 
+from coordinator.config import Config
+from coordinator.serve import Alone, serve
 from tests.bounds import HANG_S
+from tests.flows.client import exchange
+from tests.flows.conftest import config_tree
 
 ROOT = Path(__file__).parents[2]
 CHAT = "/v1/chat/completions"
@@ -203,3 +207,52 @@ async def test_sigterm_under_load_loses_no_request(serving, fleet, dial, ask):
     assert code == 0
     assert {(got.status, got.whole, got.text) for end in ends for got in end[:-1]} == {(200, True, COUNTED)}
     assert {(end[-1].status, end[-1].headers["Retry-After"]) for end in ends} == {(503, "1")}
+
+
+class Line:
+    """Who may begin, one after another, once the line is let go on. Stands for ``http.turns.Turns``."""
+
+    def __init__(self):
+        self.waiting = []
+
+    def take(self, loop):
+        self.waiting.append(loop.create_future())
+        return self.waiting[-1]
+
+    def go_on(self):
+        for turn in self.waiting:
+            turn.set_result(None)
+
+
+class Steered(Alone):
+    """Has what it steers, and where that listens."""
+
+    url = ""
+
+    async def begin(self, app, reloader, stops, status):
+        self.app, self.stops = app, stops
+
+    async def listening(self, addresses):
+        self.url = f"http://{addresses[0]}"
+
+    async def run(self):
+        pass
+
+
+async def test_requests_that_came_before_the_word_to_stop_are_answered(fleet, tmp_path, ask, eventually):
+    """Where so many come at once that some have yet to begin."""
+    config, steered, line = Config.model_validate(config_tree(fleet, "alone", {}, {})), Steered(""), Line()
+    serving = asyncio.create_task(serve(config, "pd.yaml", steered))
+    await eventually(lambda: steered.url)
+    steered.app.server.turns = line
+    async with AsyncExitStack() as stack:
+        lives = [await stack.enter_async_context(exchange(steered.url, CHAT, ask())) for _ in range(5)]
+        await eventually(lambda: len(line.waiting) == 5)
+        steered.stops.put_nowait(None)
+        await eventually(lambda: len(line.waiting) == 6 or steered.app.front.draining)
+        line.go_on()
+        for live in lives:
+            await live.head()
+            await live.rest()
+    assert [live.status for live in lives] == [200] * 5
+    await serving
