@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 KEPT = 50
 
+# What monitors and scanners ask for all the time: of the last requests no other would be left.
+_ASIDE = frozenset(("models", "none"))
+
 
 @dataclass(slots=True, frozen=True)
 class Ended:
@@ -85,6 +88,8 @@ class Recent:
     def add(
         self, route: str, request_id: str, ctx: RequestContext | None, outcome: Outcome, model: str, seconds: float
     ) -> None:
+        if route in _ASIDE:
+            return
         result = outcome.result
         self._ended.append(
             Ended(

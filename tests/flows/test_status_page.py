@@ -153,6 +153,17 @@ async def test_nothing_that_was_said_and_no_key_is_shown(site: Any, ask: Any, ev
         assert answer.status == 404  # the clients' port has no such page
 
 
+async def test_what_monitors_and_scanners_ask_for_pushes_no_request_out(site: Any, ask: Any, eventually: Any) -> None:
+    at = await site("text")
+    await used(at, ask, eventually)
+    async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {KEY}"}) as session:
+        for path in ("/v1/models", "/wp-login.php"):
+            for _ in range(60):
+                async with session.get(at.url + path) as answer:
+                    await answer.read()
+    assert [request["route"] for request in (await at.told())["requests"]] == ["chat"] * 3
+
+
 async def test_a_refused_file_and_a_role_without_workers_are_told(site: Any, eventually: Any, tmp_path: Path) -> None:
     at = await site("alone", server={"readiness_interval": "50ms"})
     await eventually(lambda: ready(at))
