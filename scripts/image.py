@@ -157,7 +157,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="image-") as folder:
         root = Path(folder)
         root.chmod(0o755)  # the image's user must reach what root has installed
-        start(build(root))
+        stage = build(root)
+        installed = root / "opt" / "venv"
+        size = sum(file.lstat().st_blocks * 512 for file in installed.rglob("*"))
+        print(f"/opt/venv, all that is added to the base image: {size / 2**20:.0f} MiB")
+        start(stage)
     return 0
 
 

@@ -22,6 +22,7 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry
 
+from bench.processes import HUGE_PAGES
 from coordinator import config, metrics, registry
 
 if TYPE_CHECKING:
@@ -512,6 +513,10 @@ def test_the_image_starts_the_command_that_pyproject_installs() -> None:
     assert 'ENTRYPOINT ["coordinator"]' in DOCKERFILE
     assert "coordinator" in PROJECT["project"]["scripts"]
     assert re.search(r"^USER \d+:\d+$", DOCKERFILE, re.MULTILINE), "runAsNonRoot needs a number"
+
+
+def test_the_benchmark_has_the_environment_of_the_image() -> None:
+    assert f"\nENV {' '.join(f'{name}={value}' for name, value in HUGE_PAGES.items())}\n" in DOCKERFILE
 
 
 def test_manifests_and_image_start_the_same_way(example: Example) -> None:

@@ -134,4 +134,4 @@ def _results(records: list[dict[str, Any]], *proxies: Proxy) -> dict[str, Any]:
         for name, (proxy, found, why) in states.items()
     }
     facts = {"date": "today", "command": "make bench", "rounds": 5, "wall_s": 1.0, "pinned": True, "stopped": None}
-    return {"machine": machine, "versions": {}, "proxies": shown, "records": records, **facts}
+    return {"machine": machine, "versions": {}, "environment": {}, "proxies": shown, "records": records, **facts}
