@@ -21,10 +21,6 @@ _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
 
 
-# As deploy/Dockerfile has it. All that is measured gets it, be it ours or not.
-HUGE_PAGES = {"PYTHONMALLOC": "malloc", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-
-
 class Failed(Exception):
     """A program did not do what it was started for."""
 

@@ -312,7 +312,7 @@ def _ratio(values: Sequence[float]) -> str:
 def head(results: dict[str, Any]) -> list[str]:
     machine, versions = results["machine"], results["versions"]
     pinned = "the measured proxy has one core for itself" if results["pinned"] else "nothing is pinned to a core"
-    environment = " ".join(f"{name}={value}" for name, value in results["environment"].items())
+    memory = " ".join(f"{name}={value}" for name, value in results["environment"].items())
     rounds = "1 round" if results["rounds"] == 1 else f"{results['rounds']} rounds"
     out = [
         "# Results",
@@ -330,8 +330,8 @@ def head(results: dict[str, Any]) -> list[str]:
         "A ratio is that of two proxies in one round; above 1, the proxy of the row costs more. "
         "Absolute figures are the median over the rounds, with the least and the most. "
         "CPU time is user and kernel time of all the proxy's processes. "
-        "Workers are stand-ins that answer at once ([`fake_worker.py`](fake_worker.py)), and every answer is checked. "
-        f"Every proxy has `{environment}` set, for [huge pages](../docs/deploy.md#huge-pages).",
+        "Workers are stand-ins that answer at once ([`fake_worker.py`](fake_worker.py)), and every answer is checked."
+        + (f" All ran with `{memory}`, for [huge pages](../docs/deploy.md#huge-pages)." if memory else ""),
         "",
         _row(["proxy", "version", "legs: render, prefill, decode", "what it does", "started by"]),
         _row([":--"] * 5),

@@ -29,7 +29,7 @@ import uvloop
 
 from bench import rfc_report
 from bench.peers import HERE
-from bench.processes import HUGE_PAGES, Cores, Failed, Programs, free_ports, wait_until_answered
+from bench.processes import Cores, Failed, Programs, free_ports, wait_until_answered
 from bench.proctree import ProcessTree, children, process_cpu_ns
 from bench.rfc_cells import (
     ENGINE,
@@ -147,7 +147,7 @@ class Bench:
         file.write_text(json.dumps(mode.config(workers, port)))
         python = str(self.vllm.python) if self.vllm is not None and mode.parses_here else sys.executable
         args = [python, "-m", "coordinator", "serve", "--config", str(file)]
-        env = {**HUGE_PAGES, "PYTHONPATH": str(ROOT), "VLLM_TARGET_DEVICE": "cpu"}
+        env = {"PYTHONPATH": str(ROOT), "VLLM_TARGET_DEVICE": "cpu"}
         program = self.programs.start(mode.name, args, cores.measured, env)
         try:
             wait_until_answered(program, port, b"GET /readyz HTTP/1.1\r\nHost: c\r\n\r\n", READY_S)

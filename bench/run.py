@@ -36,7 +36,7 @@ import orjson
 from bench import peers, report
 from bench.load import chat_body, http_request
 from bench.peers import HERE, Proxy, Site
-from bench.processes import HUGE_PAGES, Cores, Failed, Programs, free_ports, wait_until_answered
+from bench.processes import Cores, Failed, Programs, free_ports, wait_until_answered
 from bench.proctree import ProcessTree
 from bench.scenarios import DIRECT, FULL, ORJSON, SMOKE, Plan, Scenario
 
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 Record = dict[str, Any]
 
 ROLES = ("render", "prefill", "decode")
+MEMORY = ("PYTHONMALLOC", "GLIBC_TUNABLES")  # what of the environment decides on pages
 READY_LIMIT_S = 180.0
 LOAD_LIMIT_S = 180.0
 OPEN_LIMIT_S = 120.0
@@ -112,7 +113,7 @@ class Bench:
         site = Site(listen, metrics, *(self.workers[role] for role in ROLES), folder)
         began = time.monotonic()
         cores = self.cores.measured if proxy.processes == 1 else self.cores.pair
-        program = self.programs.start(name, proxy.command(site), cores, {**HUGE_PAGES, **proxy.env})
+        program = self.programs.start(name, proxy.command(site), cores, proxy.env)
         return Started(proxy, program, listen, began)
 
     def until_ready(self, started: Started) -> float:
@@ -409,7 +410,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         **facts,
         "command": shown_command(),
         "pinned": cores.measured is not None,
-        "environment": HUGE_PAGES,
+        "environment": {name: os.environ[name] for name in MEMORY if name in os.environ},
         "rounds": plan.rounds,
         "stopped": stopped,
         "wall_s": round(time.monotonic() - began, 1),

@@ -22,7 +22,6 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry
 
-from bench.processes import HUGE_PAGES
 from coordinator import config, metrics, registry
 
 if TYPE_CHECKING:
@@ -516,7 +515,9 @@ def test_the_image_starts_the_command_that_pyproject_installs() -> None:
 
 
 def test_the_benchmark_has_the_environment_of_the_image() -> None:
-    assert f"\nENV {' '.join(f'{name}={value}' for name, value in HUGE_PAGES.items())}\n" in DOCKERFILE
+    exported = re.findall(r"^bench: export (\w+) := (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert exported
+    assert f"\nENV {' '.join(f'{name}={value}' for name, value in exported)}\n" in DOCKERFILE
 
 
 def test_manifests_and_image_start_the_same_way(example: Example) -> None:
