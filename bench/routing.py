@@ -45,6 +45,7 @@ AT_A_TIME = 16  # requests that are read, and then chosen for
 # touched before a choice.
 _TEXT = ",".join(map(str, range(10_000, 100_000))).encode()
 _CHARACTERS = 6  # of an id, with the comma
+_LONGER = 100  # tokens by which prompts differ: they end somewhere in their last block
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ def requests(numbers: Iterable[int], case: Case) -> list[RequestContext]:
     found, prompt_tokens = [], case.prompt_tokens
     for number in numbers:
         at = number % (NEW if case.new else CONVERSATIONS)
-        text = _TEXT[at * _CHARACTERS : (at + prompt_tokens) * _CHARACTERS - 1]
+        text = _TEXT[at * _CHARACTERS : (at + prompt_tokens + at % _LONGER) * _CHARACTERS - 1]
         rendered = loads_rendered(b'{"token_ids":[%b],"model":"m"}' % text)
         found.append(RequestContext("r", "r-1", Format.CHAT, {"model": "m"}, (), {}, True, rendered=rendered))
     return found

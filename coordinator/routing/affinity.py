@@ -22,7 +22,7 @@ from coordinator.routing.blocks import prompt, tokens_behind
 from coordinator.routing.ring import Ring
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Container, Sequence
 
     from coordinator.context import RequestContext
     from coordinator.routing.blocks import Marks, Prompt
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from coordinator.routing.router import PoolLoad, Worker
 
 _HOLDERS = 4  # workers that are remembered for a block
-_LAST = 2  # marks of a prompt that are remembered: the next prompt may end a little before
 _ENDS = 8  # ends of prompts that are remembered between a mark and the next
 _SEEN_ENOUGH = 0.5
 _NEAR = 64  # places on the ring: with a limit of 1.25 times the mean, at least a fifth of the workers are below it
@@ -67,12 +66,15 @@ class PrefixAffinity:
         self._ends: OrderedDict[int, tuple[int, ...]] = OrderedDict()
         self._ring = Ring()
         self._workers: frozenset[Worker] = frozenset()
+        self._share = 0.0  # of the pool's tokens in flight, above which a worker has too many
         self._leads = True  # or goes by the table of one that has more workers
         self._last = 0, 0  # how many blocks the chosen worker was sent before, of how many
+        self._counted: tuple[Prompt, _Stay] | None = None  # whose tokens were counted last, and for which worker
 
     def use(self, workers: Sequence[Worker]) -> None:
         self._ring.use(workers)
         self._workers = frozenset(workers)
+        self._share = self._max_load / (len(workers) or 1)
         if not self._leads:
             return
         stays = self._stays
@@ -84,7 +86,7 @@ class PrefixAffinity:
     def beside(self) -> PrefixAffinity:
         """Return one with a ring of its own, which goes by this one's table; who is told of prompts is this one."""
         other = copy(self)
-        other._ring, other._leads = Ring(), False
+        other._ring, other._leads, other._counted = Ring(), False, None
         return other
 
     def take_over(self, before: PrefixAffinity) -> None:
@@ -96,10 +98,13 @@ class PrefixAffinity:
 
     def choose(self, ctx: RequestContext, usable: Usable = None, *, again: bool = False) -> Worker | None:
         asked, limit = prompt(ctx, self._marks), self._limit()
-        worker, seen = self._of_those_sent_it(asked, limit, usable if self._leads else self._mine(usable))
-        if worker is None:
-            worker = self._by_ring(self._place(asked, seen), limit, usable)
-        return worker
+        counted, self._counted = self._counted, None  # whatever is chosen next may change what was found
+        if counted is not None and counted[0] is asked:
+            worker = _least((counted[1],), limit, usable)
+            if worker is not None:
+                return worker
+        worker = self._of_those_sent_it(asked, limit, usable)
+        return self._by_ring(self._place(asked), limit, usable) if worker is None else worker
 
     def remember(self, ctx: RequestContext, worker: Worker) -> None:
         """Note that a worker is sent this request's prompt."""
@@ -120,10 +125,12 @@ class PrefixAffinity:
             most: from so many on they need not be counted.
         """
         asked = prompt(ctx, self._marks)
-        worker, _ = self._of_those_sent_it(asked, self._limit(), usable)
+        worker = self._of_those_sent_it(asked, self._limit(), usable)
         known, _ = self._last
+        self._counted = None
         if worker is not None:
             (stay,) = self._stays[worker]
+            self._counted = asked, stay
             for end in sorted(self._ends.get(asked.number(known), ()), reverse=True):
                 if end <= asked.blocks and stay in self._table.get(asked.number(end), ()):
                     known = end
@@ -140,44 +147,41 @@ class PrefixAffinity:
             how = f"by hash of {blocks} blocks"
         return f"{how}, with {worker.in_flight} legs and {worker.tokens} tokens in flight"
 
-    def _of_those_sent_it(self, asked: Prompt, limit: float, usable: Usable) -> tuple[Worker | None, int]:
-        """Return the worker that was sent the most, if that is enough; of several the one with the least load.
-
-        Beside it: how many marks were sent to somebody who is still here, 0 where that is not enough.
-        """
-        table, blocks = self._table, self._marks.blocks
-        whole = blocks[asked.marks - 1] if asked.marks else 0
+    def _of_those_sent_it(self, asked: Prompt, limit: float, usable: Usable) -> Worker | None:
+        """Return the worker that was sent the most, if that is enough; of several the one with the least load."""
+        table, blocks, mark = self._table, self._marks.blocks, asked.marks
+        whole = blocks[mark - 1] if mark else 0
         self._last = 0, whole
-        seen, before, enough = 0, None, _SEEN_ENOUGH * whole
-        for mark in range(asked.marks, 0, -1):
-            if (many := blocks[mark - 1]) < enough:
-                break
+        before, enough, among = None, _SEEN_ENOUGH * whole, None if self._leads else self._workers
+        while mark and (many := blocks[mark - 1]) >= enough:
             holders = table.get(asked.number(many))
-            if holders is None or holders is before:
-                continue
-            before = holders
-            if (worker := _least(holders, limit, usable)) is not None:
+            if holders is None:
+                if mark == asked.marks and asked.number(1) not in table:
+                    break  # nor is anything between them
+            elif holders is not before and (worker := _least(holders, limit, usable, among)) is not None:
                 self._last = many, whole
-                return worker, mark
-            seen = seen or (mark if _any_here(holders) else 0)
-        return None, seen
+                return worker
+            before = holders
+            mark -= 1
+        return None
 
-    def _place(self, asked: Prompt, seen: int) -> int:
+    def _place(self, asked: Prompt) -> int:
         """Return where the ring has a prompt: by the first mark that was sent to nobody who is still here."""
         if not asked.marks:
             # A prompt shorter than a block has nothing worth keeping together, so any place will do.
             return getrandbits(64) - (1 << 63)
-        blocks = self._marks.blocks
-        while seen < asked.marks - 1 and _any_here(self._table.get(asked.number(blocks[seen]), ())):
-            seen += 1
-        return asked.number(blocks[min(seen, asked.marks - 1)])
-
-    def _mine(self, usable: Usable) -> Callable[[Worker], bool]:
-        workers = self._workers
-        return lambda worker: worker in workers and (usable is None or usable(worker))
+        table, number = self._table, 0
+        for mark in range(asked.marks):
+            number = asked.number(self._marks.blocks[mark])
+            if not _any_here(table.get(number, ())):
+                break
+        return number
 
     def _by_ring(self, place: int, limit: float, usable: Usable) -> Worker | None:
         """Return the next worker that is not above the limit; of those near by the least loaded, where all are."""
+        first = self._ring.first(place)
+        if first is not None and first.tokens <= limit and (usable is None or usable(first)):
+            return first
         # Where none of those near by may be chosen, few may at all, and their places do not matter any more.
         for workers in (self._ring.after(place, _NEAR), self._workers):
             least = None
@@ -193,20 +197,23 @@ class PrefixAffinity:
 
     def _limit(self) -> float:
         """Return the load above which a worker gets nothing more; never all of them are above it."""
-        limit = self._max_load * self._pool.tokens / (len(self._workers) or 1)
+        limit = self._share * self._pool.tokens
         return limit if limit > self._free_tokens else self._free_tokens
 
     def _remember(self, sent: Prompt, alone: tuple[_Stay]) -> None:
-        """Note what was sent up to the last marks, and up to the first that was sent to nobody yet.
+        """Note what was sent up to the last mark, and up to the first that was sent to nobody yet.
 
         So with each prompt that goes on from a shared beginning there is a mark more of it, until they are told apart.
+        Where a prompt ends at its last mark, its next turn may differ before that, so the one before is noted as well.
         """
-        table, blocks, others = self._table, self._marks.blocks, max(sent.marks - _LAST, 0)
-        for mark in range(sent.marks - 1, others - 1, -1):
-            if self._note(sent.number(blocks[mark]), alone):
-                return  # and so was what comes before it
-        for mark in range(others):
-            number = sent.number(blocks[mark])
+        table, blocks, last = self._table, self._marks.blocks, sent.marks - 1
+        if self._note(sent.number(blocks[last]), alone):
+            return  # and so was what comes before it
+        if last > 1 and sent.ends_at_a_mark():
+            last -= 1
+            self._note(sent.number(blocks[last]), alone)
+        for many in blocks[:last]:
+            number = sent.number(many)
             if not _any_here(table.get(number, ())):
                 table[number] = alone
                 return
@@ -242,11 +249,15 @@ def _any_here(holders: Sequence[_Stay]) -> bool:
     return False
 
 
-def _least(holders: Sequence[_Stay], limit: float, usable: Usable) -> Worker | None:
+def _least(
+    holders: Sequence[_Stay], limit: float, usable: Usable, among: Container[Worker] | None = None
+) -> Worker | None:
     """Return the worker with the least load of those that are here, are not above the limit, and may be chosen."""
     least = None
     for stay in holders:
         worker = stay.worker
-        if stay.here and worker.tokens <= limit and (usable is None or usable(worker)):
-            least = worker if least is None or worker.tokens < least.tokens else least
+        if not stay.here or worker.tokens > limit or (among is not None and worker not in among):
+            continue
+        if (usable is None or usable(worker)) and (least is None or worker.tokens < least.tokens):
+            least = worker
     return least

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 # Of a prompt that is text; what is behind it does not matter for the choice any more.
 _MAX_BYTES = 1 << 20
 _BEFORE = 16  # tokens that are read before a mark
+_POINTS = 64  # of all that is before it, so many are read, up to twice as many
 
 
 class Marks:
@@ -66,9 +67,10 @@ class Prompt(ABC):
         rendered: a renderer made the tokens.
     """
 
-    __slots__ = ("_before", "_begin", "_block", "_known", "_media", "_said", "_spread", "blocks", "marks", "rendered")
-
-    _points = 0  # of all that is before a mark, so many are read; up to twice as many
+    __slots__ = (
+        *("_before", "_begin", "_block", "_known", "_length", "_media", "_said", "_where"),
+        *("blocks", "marks", "rendered"),
+    )
 
     def __init__(
         self, seed: int, said: Any, length: int, unit: int, where: Marks, rendered: bool, media: Media = ()
@@ -77,30 +79,40 @@ class Prompt(ABC):
         self._media = media
         self._before = _BEFORE * unit
         self._block = block = where.block_tokens * unit
-        self._spread = where.spread
+        self._where = where
+        self._length = length
         self.blocks = blocks = length // block
         self.marks = bisect_right(where.blocks, blocks)
         self.rendered = rendered
         self._begin = hash((seed, self._read(0, block))) if blocks else 0
-        self._known: dict[int, int] = {}
+        self._known: dict[int, int] = {} if media else {1: self._begin}
 
     def number(self, blocks: int) -> int:
-        """Return what stands for so many blocks."""
+        """Return what stands for so many blocks; for one of them it is there without reading anything more."""
         if (found := self._known.get(blocks)) is None:
-            stop = blocks * self._block
-            found = hash((self._begin, self._read(stop - self._before, stop)))
-            if self._spread:
-                # The same places for all marks up to the double, so that they are in the processor's caches.
-                step = (self._block << blocks.bit_length() - 1) // self._points or 1
-                found = hash((found, self._read(0, stop, step)))
+            stop, found = blocks * self._block, self._begin
+            if blocks > 1:
+                found = hash((found, self._read(stop - self._before, stop)))
+                if self._where.spread:
+                    # The same places for all marks up to the double, so that they are in the processor's caches.
+                    step = (self._block << blocks.bit_length() - 1) // _POINTS or 1
+                    found = hash((found, self._read_apart(stop, step)))
             if self._media and (before := [each for place, each in self._media if place < stop]):
                 found = hash((found, *before))
             self._known[blocks] = found
         return found
 
+    def ends_at_a_mark(self) -> bool:
+        """Say whether the last mark is so near the end that what begins the answer may stand before it."""
+        return self._length - self._where.blocks[self.marks - 1] * self._block < self._before
+
     @abstractmethod
-    def _read(self, start: int, stop: int, step: int = 1) -> int:
-        """Return what stands for a part, or for what is so far apart in it."""
+    def _read(self, start: int, stop: int) -> int:
+        """Return what stands for a part."""
+
+    @abstractmethod
+    def _read_apart(self, stop: int, step: int) -> int:
+        """Return what stands for some of what is before, so far apart."""
 
 
 class _Text(Prompt):
@@ -108,11 +120,12 @@ class _Text(Prompt):
 
     __slots__ = ()
 
-    # One digit may be the same in two prompts by chance, so these are more than of tokens.
-    _points = 256
+    def _read(self, start: int, stop: int) -> int:
+        return crc32(self._said[start:stop])
 
-    def _read(self, start: int, stop: int, step: int = 1) -> int:
-        return crc32(self._said[start:stop:step])
+    def _read_apart(self, stop: int, step: int) -> int:
+        # One digit may be the same in two prompts by chance, so there are two for a token.
+        return crc32(self._said[: stop : step // 2 or 1])
 
 
 class _Tokens(Prompt):
@@ -120,11 +133,12 @@ class _Tokens(Prompt):
 
     __slots__ = ()
 
-    _points = 64
-
-    def _read(self, start: int, stop: int, step: int = 1) -> int:
+    def _read(self, start: int, stop: int) -> int:
         # The hash of a tuple of numbers does not differ from process to process, as that of a text does.
-        return hash(tuple(self._said[start:stop:step]))
+        return hash(tuple(self._said[start:stop]))
+
+    def _read_apart(self, stop: int, step: int) -> int:
+        return hash(tuple(self._said[:stop:step]))
 
 
 def prompt(ctx: RequestContext, where: Marks) -> Prompt:

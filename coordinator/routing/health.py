@@ -77,6 +77,7 @@ class Health:
 
     Attributes:
         ejections: how often a worker was put out.
+        on_trial: those that get a leg now and then; ``may_try`` says when.
     """
 
     def __init__(
@@ -97,23 +98,14 @@ class Health:
         self._generation = -1
         self._next = _NEVER  # when the first of those that are out goes on trial
         self._panics = False
-        self._on_trial: frozenset[Worker] = frozenset()
+        self.on_trial: frozenset[Worker] = frozenset()
         self._used: tuple[Worker, ...] = ()
-
-    def changed(self) -> bool:
-        """Say whether ``used`` may have another answer than before."""
-        return self._generation != self._members.generation or (self._next < _NEVER and self._clock() >= self._next)
 
     def used(self) -> tuple[Worker, ...]:
         """Return the workers that may be picked, those on trial among them."""
-        if self.changed():
+        if self._generation != self._members.generation or (self._next < _NEVER and self._clock() >= self._next):
             self._look()
         return self._used
-
-    @property
-    def on_trial(self) -> frozenset[Worker]:
-        """Those that get a leg now and then; ``may_try`` says when."""
-        return self._on_trial
 
     def may_try(self, worker: Worker) -> bool:
         out = self._out.get(worker)
@@ -215,5 +207,5 @@ class Health:
         if panics and not self._panics:
             log.warning("%s: %d of %d workers are left, so all are used", self._role, len(left), len(workers))
         self._panics = panics
-        self._on_trial = frozenset() if panics else trial
+        self.on_trial = frozenset() if panics else trial
         self._used = workers if panics or len(left) == len(workers) else left

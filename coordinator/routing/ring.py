@@ -41,6 +41,12 @@ class Ring:
         self._shift, half = _BITS - bits, 1 << bits - 1
         # A list's places below 0 are its last ones, as the numbers below 0 are here.
         self._parts = [bisect_left(self._points, part << self._shift) for part in (*range(half), *range(-half, 0))]
+        owners = [*self._owners, *self._owners[:1]]
+        self._firsts = [owners[begin] for begin in self._parts] if owners else []
+
+    def first(self, place: int) -> Worker | None:
+        """Return the first worker from a number's part on, without a look at any other."""
+        return self._firsts[place >> self._shift] if self._firsts else None
 
     def after(self, place: int, most: int) -> Iterator[Worker]:
         """Return the first workers from a number's part on, some more than once, and at most once round."""

@@ -31,7 +31,7 @@ class PolicyParams(Section):
     remembered_blocks: Count = Field(
         200_000,
         description="prefix_affinity: marks of which it is remembered who was sent what is before them; a new "
-        "prompt takes three or four, at some 300 bytes each here",
+        "prompt takes two or three, at some 300 bytes each here",
     )
     max_load: float = Field(
         1.25,

@@ -149,30 +149,77 @@ def test_the_longest_prefix_that_was_sent_decides() -> None:
 
 
 def test_the_table_is_bounded_and_forgets_what_was_not_asked_for_longest() -> None:
-    policy, _ = affinity(counting=True, remembered_blocks=11)
+    policy, _ = affinity(counting=True, remembered_blocks=8)
     for number in (1, 2, 1, 3):
         chosen(policy, *prompt(number))
-    assert len(policy._table) == 11
+    assert len(policy._table) == 8
     known = [uncached(policy, prompt(number)) for number in (1, 2, 3)]
     assert known == [0, 0, 0]
-    assert uncached(policy, prompt(1, 7)) == 7 * BLOCK, "what it was before it grew is asked for no more"
+    assert uncached(policy, prompt(1, 1)) == BLOCK, "what it was before it grew is asked for no more"
     chosen(policy, *prompt(4, 2))
-    assert uncached(policy, prompt(2)) == 2 * BLOCK, "its end goes first, its beginning may serve others"
+    assert uncached(policy, prompt(2)) == 10 * BLOCK
+    assert uncached(policy, prompt(2, 1)) == 0, "its end goes first, its beginning may serve others"
 
 
-def test_a_prompt_is_noted_at_its_last_marks_and_at_one_more_of_what_it_shares() -> None:
+def test_a_prompt_is_noted_at_its_last_mark_and_at_one_more_of_what_it_shares() -> None:
     """However long it is; and those that share a beginning have told it apart from the rest after a few of them."""
     policy, _ = affinity()
     chosen(policy, *prompt(0, 400))
-    assert len(policy._table) == 3
+    assert len(policy._table) == 2
     system = prompt(1, 12)
     table = [len(policy._table)]
     for number in range(2, 12):
         chosen(policy, *system, *prompt(number, 40))
         table.append(len(policy._table))
-    assert [after - before for before, after in pairwise(table)] == [3] * 10
+    assert [after - before for before, after in pairwise(table)] == [2] * 10
     known = [number in policy._table for number in numbers(asked([*system, *prompt(99, 40)]))]
     assert known == [True] * 7 + [False] * 4
+
+
+@pytest.mark.parametrize("behind", [0, 5, 15])
+def test_a_conversation_is_found_by_the_mark_before_where_its_last_one_was_in_what_begins_an_answer(
+    behind: int,
+) -> None:
+    """The next turn has other tokens there."""
+    policy, _ = affinity()
+    chosen(policy, *prompt(1, 12), *prompt(2)[:behind])
+    assert len(policy._table) == 3
+    chosen(policy, *prompt(3, 12), *prompt(4)[:16])
+    assert len(policy._table) == 3 + 2
+    home = chosen(policy, *prompt(5, 12))
+    for end in (*range(1, BLOCK), BLOCK):
+        ctx = asked([*prompt(5, 12)[:-end], *prompt(6)])
+        assert policy.choose(ctx) is home
+        assert policy.why(home).startswith("it was sent at least 8 of")
+
+
+def test_what_nobody_was_sent_is_told_by_the_first_block_and_the_last_mark_alone() -> None:
+    policy, _ = affinity()
+    ctx = asked(prompt(1, 400))
+    policy.choose(ctx)
+    assert set(blocks.prompt(ctx, MARKS)._known) == {1, 384}
+
+
+def test_the_worker_whose_tokens_were_counted_has_the_leg_unless_it_has_more_than_its_share() -> None:
+    policy, workers = affinity(counting=True)
+    one = chosen(policy, *prompt(1))
+    one.begin(1001)
+    other = chosen(policy, *prompt(1))
+    one.end(1001)
+    other.begin(10)
+    for grown, home in ((20, one), (1001, other)):
+        ctx = asked(prompt(1))
+        assert policy.uncached_tokens(ctx, most=1000) == 0
+        one.begin(grown)
+        assert policy.choose(ctx) is home
+        one.end(grown)
+    ctx = asked(prompt(1))
+    assert policy.uncached_tokens(ctx, most=1000) == 0
+    beside = policy.beside()
+    beside.use([worker for worker in workers if worker is not one])
+    assert beside.choose(ctx) is other, "it may not have that worker"
+    policy.use([worker for worker in workers if worker is not one])
+    assert policy.choose(ctx) is other
 
 
 def test_a_worker_that_left_is_not_taken_to_have_what_it_had() -> None:
@@ -402,7 +449,7 @@ def test_where_all_that_may_be_chosen_are_above_the_limit_a_few_are_looked_at() 
         return worker in heavy
 
     assert policy.choose(asked(prompt(1)), usable) in heavy
-    assert len(looked_at) <= 64
+    assert len(looked_at) <= 1 + 64
     (one,) = {policy.choose(asked(prompt(number)), lambda worker: worker is workers[7]) for number in range(20)}
     assert one is workers[7]
     assert policy.choose(asked(prompt(1)), lambda worker: False) is None
@@ -414,8 +461,11 @@ def test_the_ring_goes_round_once_and_meets_everybody() -> None:
     met = list(ring.after(0, 1 << 20))
     assert Counter(met) == dict.fromkeys(workers, 64)
     assert list(ring.after(0, 10)) == met[:10]
+    assert [ring.first(place << 56) for place in range(-128, 128)] == [
+        next(ring.after(place << 56, 1)) for place in range(-128, 128)
+    ]
     turns = [met[at:] + met[:at] for at in range(len(met))]
     for place in (-(2**63), -(2**62), -1, 2**63 - 1):
         assert list(ring.after(place, 1 << 20)) in turns
     ring.use([])
-    assert list(ring.after(0, 10)) == []
+    assert list(ring.after(0, 10)) == [] and ring.first(0) is None
