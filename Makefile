@@ -41,6 +41,7 @@ e2e: $(DEV)  ## the same cases on real vLLM CPU workers; the first run builds th
 	VLLM_VERSION=$(VLLM_VERSION) $(BIN)/python -m pytest -m e2e tests/e2e $(ARGS)
 
 # Huge pages for all that run, as deploy/Dockerfile has it.
+bench: export PYTHONDONTWRITEBYTECODE =
 bench: export PYTHONMALLOC := malloc
 bench: export GLIBC_TUNABLES := glibc.malloc.hugetlb=1
 
