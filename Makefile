@@ -40,7 +40,7 @@ chaos: $(DEV)  ## all that can go wrong, at length: make chaos ARGS='-k matrix' 
 e2e: $(DEV)  ## the same cases on real vLLM CPU workers; the first run builds them: make e2e VLLM_VERSION=0.33
 	VLLM_VERSION=$(VLLM_VERSION) $(BIN)/python -m pytest -m e2e tests/e2e $(ARGS)
 
-# Huge pages for all that run, as deploy/Dockerfile has it.
+# Huge pages for all that run, and bytecode that is there, as deploy/Dockerfile has it.
 bench: export PYTHONDONTWRITEBYTECODE =
 bench: export PYTHONMALLOC := malloc
 bench: export GLIBC_TUNABLES := glibc.malloc.hugetlb=1
