@@ -125,10 +125,7 @@ class Front:
             except Exception as error:
                 _told(error, client_id)  # the answer is out already, or another failure is on its way
             finally:
-                permit.release()
-                outcome.queued_s = permit.waited_s
-                self._leave(api, plan)
-                self._recorder.record(api, client_id, ctx, outcome, monotonic() - request.begun)
+                self._leave(api, request, client_id, ctx, outcome, permit, plan)
 
     async def _run(
         self, request: Request, ctx: RequestContext, permit: Permit, outcome: Outcome, plan: Plan
@@ -154,12 +151,25 @@ class Front:
         self.in_flight += 1
         self._metrics.entered(route, 1)
 
-    def _leave(self, route: str, plan: Plan) -> None:
+    def _leave(
+        self,
+        route: str,
+        request: Request,
+        client_id: str,
+        ctx: RequestContext | None,
+        outcome: Outcome,
+        permit: Permit,
+        plan: Plan,
+    ) -> None:
+        """Give back what a request had, and tell how it ended."""
+        permit.release()
+        outcome.queued_s = permit.waited_s
         plan.leave()
         self.in_flight -= 1
         if not self.in_flight:
             self.idle.set()
         self._metrics.entered(route, -1)
+        self._recorder.record(route, client_id, ctx, outcome, monotonic() - request.begun)
 
     def _check_head(self, request: Request, plan: Plan) -> None:
         """Refuse what can be refused by the head alone, and before any waiting.
@@ -245,10 +255,7 @@ class Front:
         except Exception as error:
             await refuse(request, api, client_id, outcome.fail(_told(error, client_id)), plan.manner)
         finally:
-            permit.release()
-            outcome.queued_s = permit.waited_s
-            self._leave(route, plan)
-            self._recorder.record(route, client_id, None, outcome, monotonic() - request.begun)
+            self._leave(route, request, client_id, None, outcome, permit, plan)
 
     async def _pass_on(self, request: Request) -> None:
         """Answer by a route of the local worker."""
@@ -275,10 +282,7 @@ class Front:
         except Exception as error:
             await refuse(request, None, client_id, outcome.fail(_told(error, client_id)), plan.manner)
         finally:
-            permit.release()
-            outcome.queued_s = permit.waited_s
-            self._leave("proxied", plan)
-            self._recorder.record("proxied", client_id, None, outcome, monotonic() - request.begun)
+            self._leave("proxied", request, client_id, None, outcome, permit, plan)
 
     async def _healthz(self, request: Request) -> None:
         text(request, 200, "ok\n")

@@ -68,8 +68,17 @@ class Prompt(ABC):
     """
 
     __slots__ = (
-        *("_before", "_begin", "_block", "_known", "_length", "_media", "_said", "_where"),
-        *("blocks", "marks", "rendered"),
+        "_before",
+        "_begin",
+        "_block",
+        "_known",
+        "_length",
+        "_media",
+        "_said",
+        "_where",
+        "blocks",
+        "marks",
+        "rendered",
     )
 
     def __init__(

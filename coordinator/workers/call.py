@@ -70,7 +70,7 @@ class Call:
         self.watched: Watched | None = None
         self.report: Callable[[Worker, ApiError | None], None] | None = None
         self.connection: Connection = None  # type: ignore[assignment]  # set by ``open``
-        self._source: Connection | Inflated = None  # type: ignore[assignment]  # as above
+        self._source: Connection | Inflated = None  # type: ignore[assignment]  # set by ``open`` or ``head``
         now = asyncio.get_running_loop().time() if attempt or begun is None else begun
         self.began = now
         self.ends_at = (now if begun is None else begun) + leg.limits.request_s if leg.limits.request_s else None

@@ -60,7 +60,7 @@ async def test_however_it_is_cut_it_is_the_same_answer(encoding: str, data: byte
 @pytest.mark.parametrize("encoding", ["identity", "", "br"])
 async def test_what_is_not_packed_as_we_know_it_is_read_as_it_is(encoding: str) -> None:
     connection = Packed(encoding, ())
-    assert body_of(connection) is connection  # type: ignore[comparison-overlap, arg-type]
+    assert body_of(connection) is connection  # type: ignore[comparison-overlap, arg-type]  # it stands for one
 
 
 async def test_what_is_written_so_far_is_given_before_the_rest_comes() -> None:
