@@ -99,7 +99,7 @@ def build(config: Config) -> App:
     certificates = main, credentials.certificate(server, "metrics_cert_dir", watch)
     names = ModelNames()
     tracing = _spans(config) if config.tracing else None
-    recent = Recent(time.monotonic, time.time)
+    recent = Recent(time.time)
     recorder = Recorder(metrics, names, tracing or PASSING, recent if server.shows_status else None)
     faults = Faults(metrics)
     plan_of = partial(plan, metrics, faults, names, ParserPools(faults, metrics.parser_ended))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from coordinator.logs import access
@@ -79,8 +80,14 @@ class Recorder:
         """Return what becomes of a request that a route has taken."""
         return Outcome(status=500, trace=self._tracing.begin(request.method, request.path, request.headers))
 
-    def record(self, route: str, client_id: str, ctx: RequestContext | None, outcome: Outcome, seconds: float) -> None:
-        """Tell of one request; call it once, when nothing of it is open any more."""
+    def record(
+        self, route: str, client_id: str, ctx: RequestContext | None, outcome: Outcome, begun: float, seconds: float
+    ) -> None:
+        """Tell of one request; call it once, when nothing of it is open any more.
+
+        Args:
+            begun: monotonic seconds.
+        """
         ok = outcome.word == "ok"
         model = None if ctx is None else self._names.label(ctx.body.get("model"), answered=ok)
         self._metrics.request(route, outcome.word, model or "", seconds)
@@ -90,7 +97,7 @@ class Recorder:
         counted = {} if outcome.result is None else self._answer(route, model or "", outcome, outcome.result)
         outcome.trace.end(ctx, outcome)
         if self._recent is not None:
-            self._recent.add(route, client_id, ctx, outcome, model or "", seconds)
+            self._recent.add(route, client_id, ctx, outcome, model or "", begun, seconds)
         if access.enabled:
             access.write(_line(route, client_id, ctx, outcome, model, counted, seconds))
 
@@ -98,7 +105,7 @@ class Recorder:
         """Tell of a request that no route took: a path or a method that is not served, or no HTTP."""
         outcome = Outcome()
         outcome.fail(error)
-        self.record("none", client_id, None, outcome, 0.0)
+        self.record("none", client_id, None, outcome, monotonic(), 0.0)
 
     def _answer(self, route: str, model: str, outcome: Outcome, result: Result) -> dict[str, Any]:
         """Count what an answer took, and return it for the line."""

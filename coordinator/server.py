@@ -169,7 +169,7 @@ class Front:
         if not self.in_flight:
             self.idle.set()
         self._metrics.entered(route, -1)
-        self._recorder.record(route, client_id, ctx, outcome, monotonic() - request.begun)
+        self._recorder.record(route, client_id, ctx, outcome, request.begun, monotonic() - request.begun)
 
     def _check_head(self, request: Request, plan: Plan) -> None:
         """Refuse what can be refused by the head alone, and before any waiting.

@@ -76,17 +76,22 @@ class Ended:
 class Recent:
     """
     Args:
-        clock: monotonic seconds.
         now: seconds since the epoch.
     """
 
-    def __init__(self, clock: Callable[[], float], now: Callable[[], float]) -> None:
-        self._clock = clock
+    def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
         self._ended: deque[Ended] = deque(maxlen=KEPT)
 
     def add(
-        self, route: str, request_id: str, ctx: RequestContext | None, outcome: Outcome, model: str, seconds: float
+        self,
+        route: str,
+        request_id: str,
+        ctx: RequestContext | None,
+        outcome: Outcome,
+        model: str,
+        begun: float,
+        seconds: float,
     ) -> None:
         if route in _ASIDE:
             return
@@ -94,7 +99,7 @@ class Recent:
         self._ended.append(
             Ended(
                 self._now(),
-                self._clock() - seconds,
+                begun,
                 seconds,
                 route,
                 request_id,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import time
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -13,6 +14,7 @@ import yaml
 
 from coordinator.config import load
 from coordinator.http.response import Response
+from coordinator.metrics import Metrics
 from coordinator.serve import Alone, serve
 from coordinator.telemetry.status import Pages, together
 from tests.coordinator.http.peer import Peer, asked
@@ -151,6 +153,24 @@ async def test_nothing_that_was_said_and_no_key_is_shown(site: Any, ask: Any, ev
         assert secret not in text
     async with aiohttp.ClientSession() as session, session.get(f"{at.url}/status.json") as answer:
         assert answer.status == 404  # the clients' port has no such page
+
+
+async def test_a_request_that_is_told_of_late_has_its_steps_where_they_were(
+    site: Any, ask: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process may have been held up between the end and the telling."""
+    at = await site("text")
+    count = Metrics.request
+
+    def late(*args: Any) -> None:
+        time.sleep(0.05)
+        count(*args)
+
+    monkeypatch.setattr(Metrics, "request", late)
+    await used(at, ask, eventually)
+    for request in (await at.told())["requests"]:
+        begins = [leg["begins_s"] for leg in request["legs"]]
+        assert begins and all(begin > 0 for begin in begins)
 
 
 async def test_what_monitors_and_scanners_ask_for_pushes_no_request_out(site: Any, ask: Any, eventually: Any) -> None:
