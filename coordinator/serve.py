@@ -115,7 +115,7 @@ async def serve(config: Config, path: str, steering: Steering) -> None:
         await steering.listening(app.server.addresses)
         async with asyncio.TaskGroup() as tasks:
             steered = tasks.create_task(steering.run())
-            await _until_stopped(app.server, app.front, stops)
+            await _until_stopped(app.front, stops)
             steered.cancel()
     await steering.end()
 
@@ -132,10 +132,10 @@ def _metrics_server(config: Config, app: App, steering: Steering) -> Server:
     return Server(routes, patience=app.server.patience, max_field_bytes=config.server.max_header_size)
 
 
-async def _until_stopped(server: Server, front: Front, stops: asyncio.Queue[None]) -> None:
+async def _until_stopped(front: Front, stops: asyncio.Queue[None]) -> None:
     """Wait for a word to stop and then for the requests in flight; a second word ends the waiting."""
     await stops.get()
-    if (turn := server.turns.take(asyncio.get_running_loop())) is not None:
+    if (turn := front.turns.take(asyncio.get_running_loop())) is not None:
         await turn  # requests that came before the word begin before it, and none of them is refused
     front.draining = True
     log.info("draining", extra={"fields": {"in_flight": front.in_flight}})

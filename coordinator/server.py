@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from coordinator.context import RequestContext
 from coordinator.headers import leg_id, request_id, upstream_headers
 from coordinator.http.server import text
+from coordinator.http.turns import AT_ONCE, Turns
 from coordinator.intake import single
 from coordinator.logs import log
 from coordinator.outcome import Outcome
@@ -54,6 +55,7 @@ class Front:
 
     Attributes:
         page: gives the metrics and their content type; where there are several processes, of all of them.
+        turns: who of many requests may begin.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class Front:
         self.page: Callable[[], Awaitable[tuple[bytes, str]]] = self._own_page
         self._proxied = tuple(proxied)
         self._passage = passage
+        self.turns = Turns(AT_ONCE)
         self.draining = False
         self.in_flight = 0
         self.idle = asyncio.Event()
@@ -102,6 +105,7 @@ class Front:
         outcome, permit = self._recorder.begin(request), plan.admission.permit()
         self._enter(api, plan)
         try:
+            await self._turn(request)
             self._check_head(request, plan)
             self._let_send(request, plan)
             await permit.begin()
@@ -109,8 +113,7 @@ class Front:
             ctx.on_late_handover = plan.releaser.release
             await self._run(request, ctx, permit, outcome, plan)
         except asyncio.CancelledError:
-            gone_as = ClientStalled if request.stalled else ClientGone
-            outcome.fail(gone_as("the client left, or took nothing"))
+            outcome.fail(_cancelled(request))
             raise
         except ClientGone as gone:
             outcome.fail(gone)
@@ -170,6 +173,11 @@ class Front:
             self.idle.set()
         self._metrics.entered(route, -1)
         self._recorder.record(route, client_id, ctx, outcome, request.begun, monotonic() - request.begun)
+
+    async def _turn(self, request: Request) -> None:
+        """Wait for a request's turn; what only looks is little work, and waits behind no burst of what is more."""
+        if request.method == "POST" and (turn := self.turns.take(asyncio.get_running_loop())) is not None:
+            await turn
 
     def _check_head(self, request: Request, plan: Plan) -> None:
         """Refuse what can be refused by the head alone, and before any waiting.
@@ -240,6 +248,7 @@ class Front:
         outcome = self._recorder.begin(request)
         self._enter(route, plan)
         try:
+            await self._turn(request)
             self._check_head(request, plan)
             headers = outcome.trace.carry(upstream_headers(request.headers.items(), plan.drop))
             body = await ask(headers, client_id)
@@ -247,7 +256,7 @@ class Front:
             await write_whole(request, 200, ours, body, plan.manner)
             outcome.status, outcome.word = 200, "ok"
         except asyncio.CancelledError:
-            outcome.fail(ClientGone("the client left"))
+            outcome.fail(_cancelled(request))
             raise
         except ClientGone as gone:
             outcome.fail(gone)
@@ -265,6 +274,7 @@ class Front:
         permit = plan.admission.permit()
         self._enter("proxied", plan)
         try:
+            await self._turn(request)
             self._check_head(request, plan)
             if request.method == "POST":  # the others look, and cost nothing
                 await permit.begin()
@@ -273,7 +283,7 @@ class Front:
             outcome.word = await self._passage.pass_on(request, plan, client_id)
             outcome.status = request.response.status
         except asyncio.CancelledError:
-            outcome.fail(ClientGone("the client left"))
+            outcome.fail(_cancelled(request))
             raise
         except ConnectionError as error:
             gone = ClientGone("the client left")
@@ -335,6 +345,15 @@ def _told(error: Exception, client_id: str) -> ApiError:
         return error
     log.error("request %s failed by a fault of the coordinator", client_id, exc_info=error)
     return InternalError()
+
+
+def _cancelled(request: Request) -> ApiError:
+    """Return why a request's task was cancelled."""
+    if request.given_up:
+        return Unavailable("this coordinator stopped before the answer was over")
+    if request.stalled:
+        return ClientStalled("the client took nothing")
+    return ClientGone("the client left")
 
 
 _DRAINING = {"Retry-After": "1", "Connection": "close"}

@@ -66,6 +66,7 @@ class Connection(asyncio.Protocol):
 
     Attributes:
         behind: more is written than the client has taken, and what follows should wait.
+        given_up: the server stops, and does not wait for what is being answered.
         stalled: the client was hung up because it took nothing.
         task: answers a request; None between two of them.
     """
@@ -90,12 +91,13 @@ class Connection(asyncio.Protocol):
         "_unsent",
         "_waiting",
         "behind",
+        "given_up",
         "stalled",
         "task",
     )
 
     def __init__(self, server: Server, loop: asyncio.AbstractEventLoop) -> None:
-        self.behind = self.stalled = False
+        self.behind = self.given_up = self.stalled = False
         self._server = server
         self._loop = loop
         self._transport: asyncio.Transport = None  # type: ignore[assignment]  # set before anything else is called
@@ -172,6 +174,7 @@ class Connection(asyncio.Protocol):
 
     def give_up(self) -> asyncio.Task[None] | None:
         """Stop answering; return the task that is being stopped."""
+        self.given_up = True
         if self.task is not None:
             self.task.cancel()
         self.close()
@@ -305,9 +308,6 @@ class Connection(asyncio.Protocol):
     async def _answer(self, request: Request) -> None:
         response = request.response
         try:
-            # Probes and scrapes are little work, and may not wait behind a burst of what is more.
-            if request.method == "POST" and (turn := self._server.turns.take(self._loop)) is not None:
-                await turn
             await self._server.answer(request)
             if response.closes and response.ended and not request.body.complete:
                 await self._linger()

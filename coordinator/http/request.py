@@ -178,6 +178,11 @@ class Request:
         """Whether the client was hung up because it took nothing."""
         return self.connection.stalled
 
+    @property
+    def given_up(self) -> bool:
+        """Whether the server stops, and did not wait for the answer."""
+        return self.connection.given_up
+
 
 def _origin_form(target: str) -> str:
     """Return path and query of a target in absolute form. Source: RFC 9112, section 3.2.2."""

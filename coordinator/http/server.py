@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from coordinator.headers import request_id
 from coordinator.http.connection import Connection, Patience
-from coordinator.http.turns import Turns
 from coordinator.logs import log
 from envelope.errors import (
     ApiError,
@@ -33,11 +32,6 @@ if TYPE_CHECKING:
 # How often connections are looked at, unless a limit is shorter than a few such times.
 _LOOK_S = 1.0
 
-# How many requests begin between two looks at the sockets. Where 64 streams begin together beside others, the 99th
-# percentile of a chunk's age is 2.0 ms so, 2.7 at 8, and 4.3 where all begin at once; the first token comes after 16 ms
-# instead of 24. Whole answers under full load cost 2 % more CPU for it.
-_AT_ONCE = 3
-
 _ENDLESS = Patience()
 
 
@@ -55,7 +49,6 @@ class Server:
     Attributes:
         connections: those that are open.
         patience: how long they may be of no use.
-        turns: who of many requests may begin.
     """
 
     def __init__(
@@ -67,7 +60,6 @@ class Server:
         refused: Callable[[str, ApiError], None] = _untold,
     ) -> None:
         self.connections: set[Connection] = set()
-        self.turns = Turns(_AT_ONCE)
         self.patience = patience
         self.max_field_bytes = max_field_bytes
         self._routes = routes

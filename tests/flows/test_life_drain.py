@@ -16,6 +16,7 @@ from coordinator.serve import Alone, serve
 from tests.bounds import HANG_S
 from tests.flows.client import exchange
 from tests.flows.conftest import config_tree
+from tests.flows.line import Line
 
 ROOT = Path(__file__).parents[2]
 CHAT = "/v1/chat/completions"
@@ -158,6 +159,8 @@ async def test_a_drain_has_an_end(serving, scripted, dial, ask, eventually):
         code, logged = await process.ended()
     assert code == 0
     assert "stopping with requests unfinished" in [line["message"] for line in logged]
+    (told,) = [line for line in logged if line["message"] == "request"]
+    assert (told["outcome"], told["status"]) == ("unavailable", 503)  # its client has not left: we have
     await eventually(lambda: not decode.open)
 
 
@@ -209,21 +212,6 @@ async def test_sigterm_under_load_loses_no_request(serving, fleet, dial, ask):
     assert {(end[-1].status, end[-1].headers["Retry-After"]) for end in ends} == {(503, "1")}
 
 
-class Line:
-    """Who may begin, one after another, once the line is let go on. Stands for ``http.turns.Turns``."""
-
-    def __init__(self):
-        self.waiting = []
-
-    def take(self, loop):
-        self.waiting.append(loop.create_future())
-        return self.waiting[-1]
-
-    def go_on(self):
-        for turn in self.waiting:
-            turn.set_result(None)
-
-
 class Steered(Alone):
     """Has what it steers, and where that listens."""
 
@@ -244,7 +232,7 @@ async def test_requests_that_came_before_the_word_to_stop_are_answered(fleet, tm
     config, steered, line = Config.model_validate(config_tree(fleet, "alone", {}, {})), Steered(""), Line()
     serving = asyncio.create_task(serve(config, "pd.yaml", steered))
     await eventually(lambda: steered.url)
-    steered.app.server.turns = line
+    steered.app.front.turns = line
     async with AsyncExitStack() as stack:
         lives = [await stack.enter_async_context(exchange(steered.url, CHAT, ask())) for _ in range(5)]
         await eventually(lambda: len(line.waiting) == 5)

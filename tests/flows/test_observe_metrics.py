@@ -9,6 +9,7 @@ import operator
 import pytest
 
 from coordinator.sim import Canned, Fault, Settings
+from tests.flows.line import Line
 from tests.flows.setups import CHAT, COMPLETIONS, MESSAGES, RESPONSES, question
 from tests.flows.wire import connect, head, post
 
@@ -57,17 +58,11 @@ async def test_a_stream_of_any_api_has_a_time_to_first_token_gaps_and_a_time_per
 
 async def test_a_request_lasts_from_its_head_on_also_while_it_waits_for_its_turn(coordinator, fleet, ask, eventually):
     at = await coordinator(fleet)
-    turns: list[asyncio.Future[None]] = []
-
-    def take(loop: asyncio.AbstractEventLoop) -> asyncio.Future[None]:
-        turns.append(loop.create_future())
-        return turns[-1]
-
-    at.app.server.turns.take = take
+    at.front.turns = line = Line()
     async with at.open(CHAT, ask()) as live:
-        await eventually(lambda: turns)
+        await eventually(lambda: line.waiting)
         await asyncio.sleep(0.1)
-        turns[0].set_result(None)
+        line.go_on()
         await live.head()
         await live.rest()
     assert await at.count("coordinator_request_seconds_sum", route="chat") >= 0.1

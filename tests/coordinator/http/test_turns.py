@@ -3,14 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
 
-from coordinator.http.connection import Connection
 from coordinator.http.turns import Turns
-from tests.coordinator.http.peer import Peer, Transport
-
-if TYPE_CHECKING:
-    from coordinator.http.request import Request
 
 
 async def begin(turns: Turns, name: int, seen: list[object]) -> None:
@@ -55,21 +49,3 @@ async def test_who_has_left_takes_nobodys_turn() -> None:
     assert seen == [0, 3]
     await begin(turns, 4, seen)  # and nothing is left behind: the next one begins at once
     assert seen == [0, 3, 4]
-
-
-async def test_a_probe_waits_behind_nobody() -> None:
-    seen: list[str] = []
-
-    async def answer(request: Request) -> None:
-        seen.append(request.method)
-        request.response.whole(200, (), b"")
-
-    server, loop = Peer(answer).server, asyncio.get_running_loop()
-    connections = [Connection(server, loop) for _ in range(20)]
-    for connection in connections:
-        connection.connection_made(Transport())  # type: ignore[arg-type]  # the part of one that is used
-        method = "GET" if connection is connections[-1] else "POST"
-        connection.data_received(f"{method} / HTTP/1.1\r\nHost: here\r\nContent-Length: 0\r\n\r\n".encode())
-    while len(seen) < len(connections):
-        await asyncio.sleep(0)
-    assert seen.index("GET") < len(seen) - 1, "it came last, and was answered before others"
