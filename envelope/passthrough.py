@@ -58,14 +58,9 @@ class PassThrough:
 
     def feed(self, data: bytes) -> bytes:
         # Most events differ from the one before by their text alone. Where that has no quote in it, it is all text.
-        start, end = len(self._before), len(data) - len(self._after)
-        if (
-            0 < start < end
-            and data[:start] == self._before
-            and data[end:] == self._after
-            and _QUOTE not in data[start:end]
-            and self._events.at_start
-        ):
+        rest = data.removeprefix(self._before)
+        text = rest.removesuffix(self._after)
+        if 0 < len(text) < len(rest) < len(data) and _QUOTE not in text and not self._events.held:
             self.content_seen = True
             return data
         try:

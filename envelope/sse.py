@@ -29,24 +29,19 @@ class Events:
         max_event_bytes: the largest event, finished or not, that is taken.
     """
 
-    __slots__ = ("_comments", "_last", "_max", "_parts", "_size")
+    __slots__ = ("_comments", "_last", "_max", "_size", "held")
 
     def __init__(self, max_event_bytes: int = MAX_EVENT_BYTES) -> None:
         self._max = max_event_bytes
-        self._parts: list[bytes] = []  # of the unfinished event; joined once, so small reads stay linear
+        self.held: list[bytes] = []  # of the unfinished event; joined once, so small reads stay linear
         self._size = 0
         self._last = b""
         self._comments = True  # what is held may be whole comment lines
 
     @property
-    def at_start(self) -> bool:
-        """Whether nothing is held: what comes next begins an event."""
-        return not self._parts
-
-    @property
     def unfinished(self) -> bool:
         """Whether the bytes that are held begin an event; a stray line end or a comment does not."""
-        return not _only_comments(b"".join(self._parts))
+        return not _only_comments(b"".join(self.held))
 
     def whole(self, data: bytes) -> bytes:
         """Return all bytes so far that are not yet returned, up to the last event's end; the rest is kept.
@@ -55,11 +50,11 @@ class Events:
             EventTooLarge: an event is larger than the cap.
         """
         if data[-2:] == b"\n\n":
-            if not self._parts and len(data) <= self._max:
+            if not self.held and len(data) <= self._max:
                 return data
             return self._join(data, len(data))
         end = _last_end(self._last + data) - len(self._last)
-        if end == len(data) and not self._parts and end <= self._max:
+        if end == len(data) and not self.held and end <= self._max:
             return data
         return self._join(data, end)
 
@@ -75,8 +70,8 @@ class Events:
     def _join(self, data: bytes, end: int) -> bytes:
         if end <= 0:
             return self._keep(data)
-        self._parts.append(data[:end])
-        block = b"".join(self._parts)
+        self.held.append(data[:end])
+        block = b"".join(self.held)
         if len(block) > self._max and any(len(event) > self._max for event in split(block)):
             raise EventTooLarge(f"an event is larger than {self._max} bytes")
         self._clear()
@@ -85,7 +80,7 @@ class Events:
     def _keep(self, data: bytes) -> bytes:
         if not data:
             return b""
-        self._parts.append(data)
+        self.held.append(data)
         self._size += len(data)
         self._last = data[-1:]
         if self._size > self._max:
@@ -95,7 +90,7 @@ class Events:
     def _heartbeat(self) -> bytes:
         # A comment line is there to be seen at once: it does not wait for the event that follows it. Nor does
         # the LF of a CRLF that was cut in two after an event's end.
-        held = b"".join(self._parts)
+        held = b"".join(self.held)
         self._comments = held[:1] in b":\r\n" and _only_comments(held)
         if not self._comments:
             return b""
@@ -103,7 +98,7 @@ class Events:
         return held
 
     def _clear(self) -> None:
-        self._parts, self._size, self._last, self._comments = [], 0, b"", True
+        self.held, self._size, self._last, self._comments = [], 0, b"", True
 
 
 def split(block: bytes) -> list[bytes]:

@@ -61,7 +61,7 @@ class TextStream(ABC):
         self._before: dict[int, bytes] = {}  # what precedes the text; holds only choices with plain frames
 
     def feed(self, data: bytes) -> bytes:
-        if (text := self._likeness.text(data)) and self._events.at_start:
+        if (text := self._likeness.text(data)) and not self._events.held:
             self.content_seen = True
             return b'%b"%b"%b' % (self._likened, text, self._after)
         try:

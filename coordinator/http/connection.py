@@ -28,6 +28,8 @@ from coordinator.http.response import Response
 from envelope.errors import ApiError, BadRequest, HeadersTooLarge, NotSupported
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from coordinator.http.server import Server
 
 # Closed with something unread, a connection is reset, and the client may never read its answer. So what still comes is
@@ -69,6 +71,8 @@ class Connection(asyncio.Protocol):
         given_up: the server stops, and does not wait for what is being answered.
         stalled: the client was hung up because it took nothing.
         task: answers a request; None between two of them.
+        write: takes bytes for the client; raises ConnectionResetError when that is gone, or hung up. It is the
+            transport's own while that is open, since a stream calls it for every chunk.
     """
 
     __slots__ = (
@@ -94,6 +98,7 @@ class Connection(asyncio.Protocol):
         "given_up",
         "stalled",
         "task",
+        "write",
     )
 
     def __init__(self, server: Server, loop: asyncio.AbstractEventLoop) -> None:
@@ -101,6 +106,7 @@ class Connection(asyncio.Protocol):
         self._server = server
         self._loop = loop
         self._transport: asyncio.Transport = None  # type: ignore[assignment]  # set before anything else is called
+        self.write: Callable[[bytes], None] = _gone
         self._parser = httptools.HttpRequestParser(self)
         self._reading: Request | None = None  # whose body is coming
         self._waiting: deque[Request | ApiError] = deque()
@@ -116,15 +122,6 @@ class Connection(asyncio.Protocol):
         self._drained: asyncio.Future[None] | None = None
 
     # What a response calls.
-
-    def write(self, data: bytes) -> None:
-        """
-        Raises:
-            ConnectionResetError: the client is gone.
-        """
-        if self._transport.is_closing():
-            raise ConnectionResetError("the client is gone")
-        self._transport.write(data)
 
     @property
     def unsent(self) -> int:
@@ -144,6 +141,7 @@ class Connection(asyncio.Protocol):
         self._waiting.clear()
         if self.unsent:
             self._watch_writing()
+        self.write = _gone
         self._transport.close()
 
     # What a body calls.
@@ -163,12 +161,12 @@ class Connection(asyncio.Protocol):
     def look(self, now: float) -> None:
         """Hang up where a time is over."""
         if now >= self._ends_at:
-            self._transport.abort()
+            self._abort()
         elif now >= self._stalls_at:
             # What is unsent may also have grown, until the writer met the mark: that is no sign of a stall either.
             if self.unsent == self._unsent:
                 self.stalled = True
-                self._transport.abort()
+                self._abort()
             else:
                 self._watch_writing()
 
@@ -184,6 +182,7 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport  # type: ignore[assignment]  # a stream's; uvloop's is no subclass of asyncio's
+        self.write = self._transport.write
         self._server.connections.add(self)
         self._wait_for_head()
 
@@ -210,7 +209,11 @@ class Connection(asyncio.Protocol):
         self._check_head_size(self._standing_bytes)
         return b""
 
+    def eof_received(self) -> None:
+        self.write = _gone  # the transport closes itself now
+
     def connection_lost(self, error: Exception | None) -> None:
+        self.write = _gone
         self._server.connections.discard(self)
         self._ends_at = self._stalls_at = inf
         self._waiting.clear()
@@ -384,6 +387,10 @@ class Connection(asyncio.Protocol):
 
     # Limits.
 
+    def _abort(self) -> None:
+        self.write = _gone
+        self._transport.abort()
+
     def _wait_for_head(self) -> None:
         head_s = self._server.patience.head_s
         self._ends_at = inf if head_s is None else self._loop.time() + head_s
@@ -408,6 +415,10 @@ class Connection(asyncio.Protocol):
         limit = _LARGEST_FIELDS * self._server.max_field_bytes
         if size > limit:
             raise HeadersTooLarge(f"the head is larger than {limit} bytes")
+
+
+def _gone(data: bytes) -> None:
+    raise ConnectionResetError("the client is gone")
 
 
 def _check_framing(request: Request) -> None:

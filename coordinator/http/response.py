@@ -18,6 +18,9 @@ _PHRASES = {status.value: status.phrase for status in HTTPStatus} | {499: "Clien
 # Beyond this, head and body are written apart: joining them would copy the body.
 _JOIN_UP_TO = 64 * 1024
 
+_HEADS = 1024
+_CHUNK_HEADS = tuple(b"%x\r\n" % size for size in range(_HEADS))
+
 
 class Response:
     """Written once: whole, or begun, put and ended.
@@ -103,7 +106,8 @@ class Response:
             return True
         connection = self._connection
         if self._chunked:
-            data = b"%x\r\n%b\r\n" % (len(data), data)
+            size = len(data)
+            data = (_CHUNK_HEADS[size] if size < _HEADS else b"%x\r\n" % size) + data + b"\r\n"
         connection.write(data)
         self.written += len(data)
         return not connection.behind

@@ -74,6 +74,7 @@ class Connection(asyncio.Protocol):
         "headers",
         "idle_since",
         "loop",
+        "on_body",
         "reused",
         "status",
     )
@@ -86,8 +87,9 @@ class Connection(asyncio.Protocol):
         self.idle_since = 0.0
         self.loop = loop
         self._transport: asyncio.Transport = None  # type: ignore[assignment]  # set before anybody sees the object
-        self._parser = httptools.HttpResponseParser(self)
         self._parts: list[bytes] = []
+        self.on_body = self._parts.append  # called for each chunk, with no frame of Python
+        self._parser = httptools.HttpResponseParser(self)
         self._barren_bytes = 0
         self._fields: list[tuple[bytes, bytes]] = []
         self._head_done = self._keeps = self._paused = False
@@ -131,11 +133,13 @@ class Connection(asyncio.Protocol):
 
     def take(self) -> bytes:
         """Return what has come of the body and was not given to anybody."""
-        parts, self._parts, self._barren_bytes = self._parts, [], 0
+        parts, self._barren_bytes = self._parts, 0
+        data = parts[0] if len(parts) == 1 else b"".join(parts)
+        parts.clear()
         if self._paused:
             self._paused = False
             self._transport.resume_reading()
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+        return data
 
     async def push(self, take: Callable[[bytes], bool]) -> bool:
         """Give the body to ``take`` as it comes; True at its end.
@@ -224,9 +228,6 @@ class Connection(asyncio.Protocol):
             return
         self.status, self._head_done, self.headers = status, True, CIMultiDict(decoded(self._fields))
 
-    def on_body(self, data: bytes) -> None:
-        self._parts.append(data)
-
     def on_message_complete(self) -> None:
         self.complete = self._head_done
         self._keeps = self._parser.should_keep_alive()  # only here: the parser forgets it with the message
@@ -237,9 +238,11 @@ class Connection(asyncio.Protocol):
         if self._push is None:
             self._hold()
             return
-        parts, self._parts, self._barren_bytes = self._parts, [], 0
+        parts, self._barren_bytes = self._parts, 0
+        data = parts[0] if len(parts) == 1 else b"".join(parts)
+        parts.clear()
         try:
-            if not self._push(parts[0] if len(parts) == 1 else b"".join(parts)):
+            if not self._push(data):
                 self._push = None
                 self._pause()
                 self._wake()

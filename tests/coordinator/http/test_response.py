@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from http import HTTPStatus
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,6 +15,7 @@ from tests.coordinator.http.peer import Peer, asked
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from coordinator.http.connection import Connection
     from coordinator.http.request import Request
 
 DATE = "Mon, 30 Nov 2026 07:00:00 GMT"
@@ -108,9 +110,21 @@ async def test_a_value_that_is_no_utf_8_goes_out_as_it_came_in() -> None:
 
 
 @pytest.mark.parametrize("write", [whole, stream])
-async def test_a_client_that_is_gone_is_written_nothing(write: Callable[[Response], None]) -> None:
+@pytest.mark.parametrize(
+    "leaves",
+    [
+        lambda connection: connection.eof_received(),
+        lambda connection: connection.connection_lost(None),
+        lambda connection: connection.close(),
+        lambda connection: connection.look(inf),
+    ],
+    ids=["ended", "lost", "hung up", "timed out"],
+)
+async def test_a_client_that_is_gone_is_written_nothing(
+    write: Callable[[Response], None], leaves: Callable[[Connection], None]
+) -> None:
     response, peer = made(asked(()))
-    peer.transport.closing = True
+    leaves(peer.connection)
     with pytest.raises(ConnectionError):
         write(response)
     assert peer.transport.written == b""
