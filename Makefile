@@ -44,6 +44,7 @@ e2e: $(DEV)  ## the same cases on real vLLM CPU workers; the first run builds th
 bench: export PYTHONDONTWRITEBYTECODE =
 bench: export PYTHONMALLOC := malloc
 bench: export GLIBC_TUNABLES := glibc.malloc.hugetlb=1
+bench: export COORDINATOR_SERVER_HUGE_PAGES := true
 
 bench: $(BENCH)  ## the coordinator beside its peers, 12 minutes: make bench ARGS='--rounds 1 --scenarios chunk'
 	$(BIN)/python -m bench.run $(ARGS)

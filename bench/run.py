@@ -46,7 +46,8 @@ if TYPE_CHECKING:
 Record = dict[str, Any]
 
 ROLES = ("render", "prefill", "decode")
-MEMORY = ("PYTHONMALLOC", "GLIBC_TUNABLES")  # what of the environment decides on pages
+# What of the environment decides on pages.
+MEMORY = ("PYTHONMALLOC", "GLIBC_TUNABLES", "COORDINATOR_SERVER_HUGE_PAGES")
 READY_LIMIT_S = 180.0
 LOAD_LIMIT_S = 180.0
 OPEN_LIMIT_S = 120.0

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from coordinator import registry
 from coordinator.config import ConfigError, load
-from coordinator.logs import LEVELS, set_up
+from coordinator.logs import LEVELS, log, set_up
 from coordinator.version import version
 from envelope.errors import ApiError
 from envelope.formats import PATHS, Format
@@ -115,6 +115,8 @@ def _serve(args: argparse.Namespace) -> int:
     config = _load(args)
     set_up(LEVELS[config.log_level], config.log_format)
     _allow_files()
+    if config.server.huge_pages:
+        _take_huge_pages()
     if config.server.workers == 1:
         from coordinator.serve import Alone
 
@@ -140,6 +142,15 @@ def _allow_files() -> None:
     if soft != resource.RLIM_INFINITY and soft < most:
         with suppress(OSError, ValueError):  # macOS may refuse its own limit
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+def _take_huge_pages() -> None:
+    from coordinator.huge_pages import NoHugePages, move_code
+
+    try:
+        log.info("the interpreter's code is in huge pages", extra={"fields": {"bytes": move_code()}})
+    except NoHugePages as error:
+        log.info("no huge pages for the interpreter's code", extra={"fields": {"reason": str(error)}})
 
 
 def _served(config: Config, path: str, steering: Steering) -> tuple[int, list[str]]:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 # Of ``server``: what the listener was made with.
 AT_START = (
-    *("listen_addr", "workers", "metrics_port", "status_page", "max_header_size", "proxied_routes"),
+    *("listen_addr", "workers", "huge_pages", "metrics_port", "status_page", "max_header_size", "proxied_routes"),
     *("read_header_timeout", "idle_timeout", "write_stall_timeout"),
     *("secure_serving", "cert_path", "tls_min_version", "tls_cipher_suites", "metrics_cert_dir"),
 )

@@ -233,6 +233,7 @@ TABLE = (
         types=("coordinator.outcome", *AIOHTTP),
     ),
     Row(("coordinator.version",), "coordinator.version imports nothing"),
+    Row(("coordinator.huge_pages",), "coordinator.huge_pages imports nothing"),
     Row(
         CONFIG,
         f"the modules of the configuration ({', '.join(SECTIONS)}) import "

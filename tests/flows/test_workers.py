@@ -188,6 +188,20 @@ async def test_all_answer_and_their_metrics_are_one_page_whichever_is_asked(
         assert await group.ended() == 0
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_with_the_code_in_huge_pages_all_is_as_it_was(
+    serving: Any, scripted: Any, call: Any, ask: Any, workers: int
+) -> None:
+    """Whether the host has them or not, which the log says; processes that are forked have what was moved before."""
+    decode = await scripted(scripted.sse(delta("a"), DONE))
+    async with serving(tree(decode.url, server={"workers": workers, "huge_pages": True})) as group:
+        assert group.said("the interpreter's code is in huge pages") + group.said("no huge pages") == 1
+        for _ in range(8):
+            assert (await call(group.url, CHAT, ask(stream=True))).whole
+        group.signal(signal.SIGTERM)
+        assert await group.ended() == 0
+
+
 FEW_FILES = """
 import os, resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
