@@ -12,7 +12,7 @@ import re
 _IDS = re.compile(rb'"token_ids": ?\[([0-9, ]*)\]')
 _TEXTS = re.compile(rb'"text"\s*:')
 _NUMBERS = re.compile(rb"(?:(?:0|[1-9][0-9]*)(?:, ?(?:0|[1-9][0-9]*))*)?")
-_QUOTE, _BACKSLASH = ord('"'), ord("\\")
+_QUOTE, _BACKSLASH, _ZERO = ord('"'), ord("\\"), ord("0")
 
 # Reasoning, content, and some that were not the rule: where events differ by more, as those of several choices do,
 # learning anew each time would not pay.
@@ -53,15 +53,14 @@ class Likeness:
 
     def text(self, event: bytes) -> bytes:
         """Return the text of an event that is like the one that was learned, as JSON without quotes; else nothing."""
-        first = len(self._before)
-        if not first or event[:first] != self._before:
+        rest = event.removeprefix(self._before)
+        if len(rest) == len(event):
             return b""
-        between = event.find(self._between, first)
-        start, end = between + len(self._between), len(event) - len(self._after)
-        if between < 0 or start >= end or event[end:] != self._after or not _NUMBERS.fullmatch(event, first, between):
+        ids, _, said = rest.partition(self._between)
+        text = said.removesuffix(self._after)
+        if not 0 < len(text) < len(said) or _QUOTE in text or _BACKSLASH in text or not _is_text(text):
             return b""
-        text = event[start:end]
-        return b"" if _QUOTE in text or _BACKSLASH in text or not _is_text(text) else text
+        return text if (ids.isdigit() and ids[0] != _ZERO) or _NUMBERS.fullmatch(ids) else b""
 
 
 def _is_text(raw: bytes) -> bool:

@@ -57,13 +57,13 @@ class TextStream(ABC):
         self._finished: set[int] = set()
         self._ended = False
         self._likeness = Likeness()
-        self._likened = b""  # what precedes the text in the frame of an event that is like the one that was learned
+        self._until_text = self._from_text = b""  # the frame of an event that is like the one that was learned
         self._before: dict[int, bytes] = {}  # what precedes the text; holds only choices with plain frames
 
     def feed(self, data: bytes) -> bytes:
         if (text := self._likeness.text(data)) and not self._events.held:
             self.content_seen = True
-            return b'%b"%b"%b' % (self._likened, text, self._after)
+            return self._until_text + text + self._from_text
         try:
             block = self._events.whole(data)
         except EventTooLarge as error:
@@ -112,7 +112,7 @@ class TextStream(ABC):
             self.content_seen = True
             text = dumps(said)
             if self._likeness.learn(event, text):
-                self._likened = before
+                self._until_text, self._from_text = before + b'"', b'"' + self._after
             return before + text + self._after
         return self._special(chunk, choice)
 
