@@ -93,8 +93,8 @@ def _plain(raw: bytes | bytearray | memoryview | str, depth: int) -> bool:
         and len(raw) <= _SHORT_TEXT
         and (depth + len(raw) // 2 <= _MAX_DEPTH or depth + raw.count(b"[") + raw.count(b"{") <= _MAX_DEPTH)
         and (
-            b"000" not in raw[::_STRIDE].translate(_DIGITS_AS_ZEROS)
-            or _LONG_NUMBER not in raw.translate(_DIGITS_AS_ZEROS)
+            raw[::_STRIDE].translate(_DIGITS_AS_ZEROS).find(b"000") < 0  # `in` raises and catches a TypeError first
+            or raw.translate(_DIGITS_AS_ZEROS).find(_LONG_NUMBER) < 0
         )
     )
 

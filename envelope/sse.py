@@ -103,7 +103,7 @@ class Events:
 
 def split(block: bytes) -> list[bytes]:
     """Cut bytes that end on an event's end into raw events."""
-    if b"\r" not in block:
+    if block.find(b"\r") < 0:  # `in` raises and catches a TypeError first
         pieces = block.split(b"\n\n")
         rest = pieces.pop()
         events = [piece + b"\n\n" for piece in pieces]
@@ -118,7 +118,7 @@ def split(block: bytes) -> list[bytes]:
 
 def data_of(event: bytes) -> bytes | None:
     """Return the data of a raw event, its lines joined by LF, or None where it has none (comments alone)."""
-    if event[:6] == b"data: " and event.find(b"\n") == len(event) - 2 and b"\r" not in event:
+    if event[:6] == b"data: " and event.find(b"\n") == len(event) - 2 and event.find(b"\r") < 0:
         return event[6:-2]
     values = _field(event, b"data")
     return b"\n".join(values) if values else None
@@ -126,7 +126,7 @@ def data_of(event: bytes) -> bytes | None:
 
 def event_name(event: bytes) -> str | None:
     """Return the ``event:`` field of a raw event, or None."""
-    if b"event" not in event:
+    if event.find(b"event") < 0:
         return None
     values = _field(event, b"event")
     return values[-1].decode("utf-8", "replace") if values else None
@@ -146,7 +146,7 @@ def frame(data: bytes) -> bytes:
 def _last_end(data: bytes) -> int:
     """Return where the last blank line ends, or -1. The first byte may belong to an earlier read."""
     end = data.rfind(b"\n\n")
-    if b"\r" in data:
+    if data.find(b"\r") >= 0:
         end = max(end, data.rfind(b"\n\r"), data.rfind(b"\r\r"))
     if end < 0:
         return -1

@@ -68,7 +68,7 @@ class TextStream(ABC):
             block = self._events.whole(data)
         except EventTooLarge as error:
             raise LegFailed("decode", str(error)) from None
-        if block.find(b"\n") == len(block) - 2 and block[:6] == b"data: " and b"\r" not in block:
+        if block.find(b"\n") == len(block) - 2 and block[:6] == b"data: " and block.find(b"\r") < 0:
             return self._data(block, block[6:-2])  # the rule: one event of one line in one read
         return b"".join([self._event(event) for event in split(block)]) if block else b""
 

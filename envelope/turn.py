@@ -91,7 +91,7 @@ class TextChunks(ABC):
             block = self._events.whole(data)
         except EventTooLarge as error:
             raise LegFailed("decode", str(error)) from None
-        if block.find(b"\n\n") == len(block) - 2 and b"\r" not in block:  # one event in one read is the rule
+        if block.find(b"\n\n") == len(block) - 2 and block.find(b"\r") < 0:  # one event in one read is the rule
             return self._event(block)
         return b"".join([self._event(event) for event in split(block)]) if block else b""
 

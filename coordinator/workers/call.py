@@ -165,7 +165,7 @@ class Call:
     def _accept_first(self, event: bytes, data: bytes) -> None:
         if data == _DONE:
             raise LegFailed(self.leg.step, "the worker's stream held no answer")
-        if b"error" in event and (error := _error_in(event, data)):
+        if event.find(b"error") >= 0 and (error := _error_in(event, data)):
             told = event_error(self.leg, error)
             self._heard = not isinstance(told, LegRejected)
             raise told
