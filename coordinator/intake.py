@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-from coordinator.http.request import ENCODINGS
-from coordinator.inflate import BodyBroken
+from coordinator.inflate import PACKED, BodyBroken, encoding_of
 from envelope.errors import BadRequest, ReadTimeout, TooLarge, UnsupportedMedia
 from envelope.json_codec import JSONDecodeError
 from envelope.written import loads_body
@@ -100,8 +99,8 @@ def _encoding(request: Request) -> str:
     Raises:
         UnsupportedMedia
     """
-    encoding = ", ".join(request.headers.getall("Content-Encoding", [])).strip().lower()
-    if encoding not in ENCODINGS:
+    encoding = encoding_of(request.headers)
+    if encoding and encoding not in PACKED:
         raise UnsupportedMedia(f"Content-Encoding {encoding} is not understood; send gzip, deflate, or none")
     return encoding
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import TYPE_CHECKING
 
 from httptools import HttpParserInvalidURLError, parse_url
 
-from coordinator.inflate import PACKED, BodyBroken, Inflater
+from coordinator.inflate import BodyBroken, Inflater
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -19,9 +20,6 @@ if TYPE_CHECKING:
 
 # So much of a body may wait for its reader before the client is stopped.
 _HIGH_WATER = 256 * 1024
-
-# What ``Body`` undoes.
-ENCODINGS = PACKED | {"", "identity"}
 
 
 class Body:
@@ -74,23 +72,14 @@ class Body:
         """Yield the body as it comes.
 
         Args:
-            encoding: of ``ENCODINGS``, to be undone.
+            encoding: of ``inflate.PACKED``, to be undone; "" is none.
 
         Raises:
             BodyBroken
         """
-        if encoding in ("", "identity"):
-            while part := await self._next():
-                yield part
-            return
-        inflater = Inflater(encoding)
-        while part := await self._next():
-            while part:
-                inflated, part = inflater.step(part)
-                if inflated:
-                    yield inflated
-                await asyncio.sleep(0)
-        inflater.end()
+        read = partial(Inflater(encoding).read, self._next) if encoding else self._next
+        while part := await read():
+            yield part
 
     async def _next(self) -> bytes:
         while not self._parts:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
+from functools import partial
 from typing import TYPE_CHECKING
 
-from coordinator.inflate import PACKED, BodyBroken, Inflater
+from coordinator.inflate import PACKED, BodyBroken, Inflater, encoding_of
 from coordinator.workers.wire import Broken
 
 if TYPE_CHECKING:
@@ -16,10 +16,8 @@ if TYPE_CHECKING:
 
 def body_of(connection: Connection) -> Connection | Inflated:
     """Return what the body of an answer is read from, whose head has come."""
-    encoding = connection.headers.get("Content-Encoding")
-    if encoding is None or (encoding := encoding.strip().lower()) not in PACKED:
-        return connection
-    return Inflated(connection, encoding)
+    encoding = encoding_of(connection.headers)
+    return Inflated(connection, encoding) if encoding in PACKED else connection
 
 
 class Inflated:
@@ -28,7 +26,6 @@ class Inflated:
     def __init__(self, connection: Connection, encoding: str) -> None:
         self._connection = connection
         self._inflater = Inflater(encoding)
-        self._packed = b""
 
     async def read(self, ends_at: float | None = None) -> bytes:
         """Return the next bytes of the body, ``b""`` at its end.
@@ -37,17 +34,7 @@ class Inflated:
             Broken, TimeoutError
         """
         try:
-            while True:
-                if self._packed:
-                    await asyncio.sleep(0)
-                elif not (packed := await self._connection.read(ends_at)):
-                    self._inflater.end()
-                    return b""
-                else:
-                    self._packed = packed
-                inflated, self._packed = self._inflater.step(self._packed)
-                if inflated:
-                    return inflated
+            return await self._inflater.read(partial(self._connection.read, ends_at))
         except BodyBroken as error:
             raise Broken("the answer's Content-Encoding is not what it is in") from error
 

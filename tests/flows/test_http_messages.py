@@ -98,11 +98,12 @@ async def test_an_expectation_that_is_not_known_is_ignored(coordinator, fleet):
     [
         ("gzip", gzip.compress(BODY)),
         ("GZIP", gzip.compress(BODY)),
+        ("gzip, identity", gzip.compress(BODY)),
         ("deflate", zlib.compress(BODY)),
         ("deflate", zlib.compress(BODY)[2:-4]),
         ("identity", BODY),
     ],
-    ids=["gzip", "GZIP", "deflate", "deflate without its header", "identity"],
+    ids=["gzip", "GZIP", "gzip and identity", "deflate", "deflate without its header", "identity"],
 )
 async def test_a_packed_body_reaches_workers_as_plain_json(coordinator, fleet, shape, encoding, packed):
     """H04."""

@@ -24,6 +24,8 @@ PACKED = {
     "x-gzip": gzip.compress(TEXT[:7]) + gzip.compress(TEXT[7:]),
     "deflate": DEFLATED,
     "Deflate": DEFLATED[2:-4],  # without the zlib header, as some send it
+    "gzip, identity": gzip.compress(TEXT),
+    "identity ,\tgzip": gzip.compress(TEXT),
 }
 STEP = 256 * 1024
 
@@ -57,7 +59,7 @@ async def test_however_it_is_cut_it_is_the_same_answer(encoding: str, data: byte
         assert await read(packed(encoding, data[:end], data[end:])) == TEXT
 
 
-@pytest.mark.parametrize("encoding", ["identity", "", "br"])
+@pytest.mark.parametrize("encoding", ["identity", "identity, Identity", "", " , ", "br", "gzip, br", "gzip, gzip"])
 async def test_what_is_not_packed_as_we_know_it_is_read_as_it_is(encoding: str) -> None:
     connection = Packed(encoding, ())
     assert body_of(connection) is connection  # type: ignore[comparison-overlap, arg-type]  # it stands for one
