@@ -11,7 +11,7 @@ from coordinator.relay import pump
 from coordinator.shapes import EVENT_STREAM, error_body, error_event, stream_shape, whole_answer
 from coordinator.telemetry.pace import Pace
 from coordinator.telemetry.server_timing import server_timing
-from envelope.errors import ApiError, ClientGone, LegFailed
+from envelope.errors import ApiError, ClientGone, ClientStalled, LegFailed
 from envelope.generate import usage_of
 
 if TYPE_CHECKING:
@@ -228,7 +228,7 @@ async def write_whole(
 ) -> None:
     """
     Raises:
-        ClientGone: the client left, or did not take it in time.
+        ClientGone: the client left, or did not take it in time and was hung up.
     """
     response = request.response
     try:
@@ -236,6 +236,9 @@ async def write_whole(
         if response.behind:
             async with asyncio.timeout(manner.write_timeout_s):
                 await response.drain()
-    except (ConnectionError, TimeoutError) as error:
+    except TimeoutError as error:
+        request.connection.hang_up()
+        raise ClientStalled("the client did not take the answer in time") from error
+    except ConnectionError as error:
         response.hang_up()
-        raise ClientGone("the client did not take the answer") from error
+        raise ClientGone("the client left before it had the answer") from error

@@ -214,7 +214,7 @@ class ClientGone(ApiError):
 
 
 class ClientStalled(ClientGone):
-    """It took nothing of its answer for so long that it was hung up."""
+    """It took nothing of its answer for so long, or a whole one not in its time, that it was hung up."""
 
 
 def error_body(error: ApiError, request_id: str) -> bytes:

@@ -69,7 +69,7 @@ class Connection(asyncio.Protocol):
     Attributes:
         behind: more is written than the client has taken, and what follows should wait.
         given_up: the server stops, and does not wait for what is being answered.
-        stalled: the client was hung up because it took nothing.
+        stalled: the client was hung up because it did not take its answer.
         task: answers a request; None between two of them.
         write: takes bytes for the client; raises ConnectionResetError when that is gone, or hung up. It is the
             transport's own while that is open, since a stream calls it for every chunk.
@@ -144,6 +144,11 @@ class Connection(asyncio.Protocol):
         self.write = _gone
         self._transport.close()
 
+    def hang_up(self) -> None:
+        """Close at once on a client that does not take what is written to it, and keep nothing for it."""
+        self.stalled = True
+        self._abort()
+
     # What a body calls.
 
     def pause_reading(self) -> None:
@@ -165,8 +170,7 @@ class Connection(asyncio.Protocol):
         elif now >= self._stalls_at:
             # What is unsent may also have grown, until the writer met the mark: that is no sign of a stall either.
             if self.unsent == self._unsent:
-                self.stalled = True
-                self._abort()
+                self.hang_up()
             else:
                 self._watch_writing()
 

@@ -164,7 +164,7 @@ class Request:
 
     @property
     def stalled(self) -> bool:
-        """Whether the client was hung up because it took nothing."""
+        """Whether the client was hung up because it did not take its answer."""
         return self.connection.stalled
 
     @property

@@ -154,6 +154,22 @@ async def test_a_whole_answer_that_nobody_takes_is_given_up_as_well(coordinator,
     assert await at.count("coordinator_requests_total", outcome="client_stalled") == 1
 
 
+async def test_a_whole_answer_that_is_not_taken_in_its_time_is_not_kept_for_its_client(
+    coordinator, scripted, fleet, eventually
+):
+    """Also where a client may take nothing for as long as it likes."""
+    large = scripted.json({"choices": [{"index": 0, "message": {"content": "x" * (12 * 2**20)}}]})
+    worker = await scripted(large)
+    server = {"write_stall_timeout": 0, "write_timeout": "300ms"}
+    at = await coordinator(fleet, "alone", pools={"decode": {"endpoints": [worker.url]}}, server=server)
+    async with small_client(at.url) as client:
+        await asyncio.get_running_loop().sock_sendall(client, post(CHAT, b'{"model":"m","messages":[]}'))
+        await eventually(lambda: at.app.server.connections)
+        await eventually(lambda: not at.app.server.connections)
+        assert await is_hung_up(client) < 12 * 2**20
+    assert await at.count("coordinator_requests_total", outcome="client_stalled") == 1
+
+
 @pytest.fixture
 async def quick(coordinator, fleet):
     """A coordinator with little patience for heads, and none needed for anything else."""
