@@ -208,7 +208,11 @@ class PrefixAffinity:
         """
         table, blocks, last = self._table, self._marks.blocks, sent.marks - 1
         if self._note(sent.number(blocks[last]), alone):
-            return  # and so was what comes before it
+            if 2 * len(table) > self._remembered_blocks:  # else nothing is forgotten soon
+                first = sent.number(1)  # without which the next turn would not be looked for
+                table.setdefault(first, alone)
+                table.move_to_end(first)
+            return
         if last > 1 and sent.ends_at_a_mark():
             last -= 1
             self._note(sent.number(blocks[last]), alone)
@@ -216,6 +220,7 @@ class PrefixAffinity:
             number = sent.number(many)
             if not _any_here(table.get(number, ())):
                 table[number] = alone
+                table.move_to_end(number)
                 return
             self._note(number, alone)
 
@@ -238,7 +243,7 @@ class PrefixAffinity:
         if blocks not in before:
             ends[mark] = (blocks, *before[: _ENDS - 1])
         ends.move_to_end(mark)
-        if len(ends) > self._remembered_blocks:
+        while len(ends) > self._remembered_blocks:  # which another file may have made fewer
             ends.popitem(last=False)
 
 

@@ -154,11 +154,34 @@ def test_the_table_is_bounded_and_forgets_what_was_not_asked_for_longest() -> No
         chosen(policy, *prompt(number))
     assert len(policy._table) == 8
     known = [uncached(policy, prompt(number)) for number in (1, 2, 3)]
-    assert known == [0, 0, 0]
-    assert uncached(policy, prompt(1, 1)) == BLOCK, "what it was before it grew is asked for no more"
+    assert known == [0, 2 * BLOCK, 0], "its end goes first"
     chosen(policy, *prompt(4, 2))
     assert uncached(policy, prompt(2)) == 10 * BLOCK
-    assert uncached(policy, prompt(2, 1)) == 0, "its end goes first, its beginning may serve others"
+    assert uncached(policy, prompt(2, 1)) == BLOCK
+    assert uncached(policy, prompt(1, 1)) == 0, "its beginning may serve others"
+
+
+@pytest.mark.parametrize("others", [8, 100])
+def test_a_prompt_that_comes_again_and_again_is_found_when_it_goes_on(others: int) -> None:
+    """By its beginning, though it alone has that and what came in between has filled the table."""
+    policy, _ = affinity(remembered_blocks=12)
+    home = chosen(policy, *prompt(1, 8))
+    for number in range(2, others):
+        chosen(policy, *prompt(number, 8))
+        assert chosen(policy, *prompt(1, 8)) is home
+    policy.choose(asked([*prompt(1, 8), *prompt(number + 1, 4)]))
+    assert policy._last == (8, 12)
+
+
+def test_what_only_those_had_who_have_left_is_as_new_in_the_table_too() -> None:
+    policy, workers = affinity(remembered_blocks=5)
+    chosen(policy, *prompt(1))
+    chosen(policy, *prompt(2))
+    policy.use([])
+    policy.use(workers)
+    for number in (1, 3):
+        chosen(policy, *prompt(number))
+    assert [number in policy._table for number in numbers(asked(prompt(1)))] == [True, *[False] * 4, True]
 
 
 def test_a_prompt_is_noted_at_its_last_mark_and_at_one_more_of_what_it_shares() -> None:
