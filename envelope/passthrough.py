@@ -26,7 +26,7 @@ _TRANSFER_KEY = b'_transfer_params"'
 
 # What an event says: chat's content, completions' and messages' text, the delta of responses.
 _TEXT = re.compile(rb'"(?:content|text|delta)": ?"([^"\\]+)"')
-_QUOTE = ord('"')
+_QUOTE, _BACKSLASH = ord('"'), ord("\\")
 # Reasoning, content, and some that were not the rule: where events differ by more, this does not pay.
 _LESSONS = 8
 
@@ -113,6 +113,9 @@ class PassThrough:
 
     def _watch(self, event: bytes) -> bytes:
         """Look at one event; return what of it is sent on."""
+        if self._generating and not self._worth_a_look(event):  # it came with one that is, or with the first text
+            self.content_seen = self.content_seen or event[:1] != b":"
+            return event
         data = data_of(event)
         if data is None:
             return event
@@ -126,7 +129,8 @@ class PassThrough:
         if not isinstance(body, dict):
             return event
         self._note(body, event)
-        if self._strip and (told := without_transfer_params(body)) != body:
+        may_tell = self._strip and (_is_set(event, _TRANSFER_KEY) or _BACKSLASH in event)
+        if may_tell and (told := without_transfer_params(body)) != body:
             return with_data(event, dumps(told))
         return event
 
