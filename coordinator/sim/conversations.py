@@ -26,7 +26,9 @@ def prepare_responses(body: Mapping[str, Any], settings: Settings) -> Prepared:
     schema = Schema(body)
     schema.required("input")
     schema.integers("max_output_tokens", "top_logprobs")
-    schema.lists("tools")
+    schema.text_or_objects("input")
+    schema.objects_in("tools")
+    schema.objects("text", "reasoning")
     schema.done()
     check_common(body, settings)
     instructions = body.get("instructions")
@@ -93,8 +95,16 @@ def prepare_messages(body: Mapping[str, Any], settings: Settings) -> Prepared:
     """
     schema = Schema(body)
     schema.required("messages", "max_tokens")
-    schema.lists("messages", "tools", "stop_sequences")
+    schema.objects_in("messages", "tools")
+    schema.text_or_objects("system")
+    schema.lists("stop_sequences")
+    schema.objects("thinking", "tool_choice")
     schema.integers("max_tokens")
+    schema.done()
+    for at, message in enumerate(body["messages"]):
+        for name in ("role", "content"):
+            if name not in message:
+                schema.wrong(f"body.messages.{at}.{name}", "missing", "Field required", message)
     schema.done()
     as_chat = {key: value for key, value in body.items() if key not in ("stream_options", "tool_choice")}
     as_chat["stop"] = body.get("stop_sequences")

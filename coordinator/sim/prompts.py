@@ -66,7 +66,7 @@ def check_common(body: Mapping[str, Any], settings: Settings) -> None:
     schema.numbers("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
     schema.integers("n", "top_k", "seed", "max_tokens", "max_completion_tokens", "min_tokens", "top_logprobs")
     schema.objects("kv_transfer_params", "ec_transfer_params", "stream_options", "vllm_xargs", "logit_bias")
-    schema.objects("mm_processor_kwargs", "media_io_kwargs")
+    schema.objects("mm_processor_kwargs", "media_io_kwargs", "chat_template_kwargs", "response_format")
     schema.priority()
     schema.done()
     if body.get("stream_options") is not None and not body.get("stream"):
@@ -83,12 +83,10 @@ def prepare_chat(body: Mapping[str, Any], settings: Settings) -> Prepared:
     """
     schema = Schema(body)
     schema.required("messages")
-    schema.lists("messages", "tools")
+    schema.objects_in("messages", "tools")
     schema.done()
     for at, message in enumerate(body["messages"]):
-        if not isinstance(message, dict):
-            schema.wrong(f"body.messages.{at}", "dict_type", "Input should be a valid dictionary", message)
-        elif "role" not in message:
+        if "role" not in message:
             schema.wrong(f"body.messages.{at}.role", "missing", "Field required", message)
     schema.done()
     check_common(body, settings)

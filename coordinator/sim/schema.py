@@ -26,6 +26,7 @@ class Schema:
 
     body: Mapping[str, Any]
     errors: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    _required: set[str] = field(default_factory=set)  # a null in these is a value, and wrong
 
     def wrong(self, loc: str, kind: str, message: str, value: Any, **ctx: Any) -> None:
         error = {"type": kind, "loc": loc, "msg": message, "input": _shown(value)}
@@ -47,6 +48,8 @@ class Schema:
         raise Refusal(f"{count}:\n{lines}", type=SCHEMA, param=self.errors[0][0])
 
     def required(self, *names: str) -> None:
+        """Report what is not there; call it before whatever looks at these."""
+        self._required.update(names)
         for name in names:
             if name not in self.body:
                 self.wrong(f"body.{name}", "missing", "Field required", self.body)
@@ -72,6 +75,17 @@ class Schema:
         for name, value in self._given(names):
             if not isinstance(value, list):
                 self.wrong(f"body.{name}", "list_type", "Input should be a valid list", value)
+
+    def objects_in(self, *names: str) -> None:
+        """Check lists of objects."""
+        self.lists(*names)
+        for name, value in self._given(names):
+            for at, item in enumerate(value if isinstance(value, list) else ()):
+                if not isinstance(item, dict):
+                    self.wrong(f"body.{name}.{at}", "dict_type", "Input should be a valid dictionary", item)
+
+    def text_or_objects(self, *names: str) -> None:
+        self.objects_in(*(name for name in names if not isinstance(self.body.get(name), str)))
 
     def integers(self, *names: str) -> None:
         for name, value in self._given(names):
@@ -115,7 +129,8 @@ class Schema:
             )
 
     def _given(self, names: Sequence[str]) -> list[tuple[str, Any]]:
-        return [(name, self.body[name]) for name in names if self.body.get(name) is not None]
+        there = [(name, self.body[name]) for name in names if name in self.body]
+        return [(name, value) for name, value in there if value is not None or name in self._required]
 
 
 def parse_object(raw: bytes, content_type: str) -> dict[str, Any]:
