@@ -56,7 +56,7 @@ def move_code() -> int:
         raise NoHugePages("it is done on Linux on x86-64 alone")
     libc = _libc()
     try:
-        with open("/proc/self/maps") as maps:
+        with open("/proc/self/maps", errors="surrogateescape") as maps:
             start, end = whole_pages([mapping(line) for line in maps], _address_of_code())
         copy, size = _reserve(libc, end - start), end - start
         try:
@@ -117,7 +117,7 @@ def _fill_and_move(libc: Any, copy: int, start: int, size: int) -> int:
     _done(libc.madvise, copy, size, _MADV_HUGEPAGE)
     ctypes.memmove(copy, start, size)
     _done(libc.mprotect, copy, size, _READ | _EXEC)
-    with open("/proc/self/smaps") as smaps:
+    with open("/proc/self/smaps", errors="surrogateescape") as smaps:
         huge = huge_bytes(smaps, copy)
     if not huge:
         raise NoHugePages("the host gave none, see /sys/kernel/mm/transparent_hugepage/enabled")

@@ -23,6 +23,7 @@ _LAST_EVENTS: dict[Format, tuple[str, ...]] = {
 _TRANSFER_PARAMS = ("kv_transfer_params", "ec_transfer_params")
 _USAGE_KEY = b'"usage"'
 _TRANSFER_KEY = b'_transfer_params"'
+_ESCAPED_LETTER = b"\\u00"  # a name may be spelled with it
 
 # What an event says: chat's content, completions' and messages' text, the delta of responses.
 _TEXT = re.compile(rb'"(?:content|text|delta)": ?"([^"\\]+)"')
@@ -107,6 +108,7 @@ class PassThrough:
                 return True
         return (
             find(b"error") >= 0
+            or find(_ESCAPED_LETTER) >= 0
             or (find(_USAGE_KEY) >= 0 and _is_set(block, _USAGE_KEY))
             or (self._strip and find(_TRANSFER_KEY) >= 0 and _is_set(block, _TRANSFER_KEY))
         )

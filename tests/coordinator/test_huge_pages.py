@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -120,3 +121,28 @@ def test_a_process_and_its_threads_live_on_in_huge_pages() -> None:
         assert "of its own already" in reason  # the second time
     else:
         assert any(why in reason for why in ("the host gave none", "fills no huge page", "x86-64", "Errno"))
+
+
+MAPS_A_FILE = """
+import mmap, os, sys
+from coordinator.huge_pages import NoHugePages, move_code
+with open(sys.argv[1], "rb") as file:
+    mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+name = os.path.basename(os.fsencode(sys.argv[1]))
+assert name in open("/proc/self/maps", "rb").read()
+try:
+    move_code()
+except NoHugePages:
+    pass
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux alone has such names, and /proc")
+def test_what_else_is_mapped_may_have_any_name(tmp_path: Path) -> None:
+    """Names of files are bytes, in no encoding."""
+    path = os.fsencode(tmp_path) + b"/caf\xe9"
+    with open(path, "wb") as file:
+        file.write(bytes(4096))
+    command = [sys.executable, "-c", MAPS_A_FILE, path]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=HANG_S)
+    assert done.returncode == 0, done.stderr

@@ -286,6 +286,10 @@ OTHERS = [
     b'data: {"choices": [], "kv_transfer_params": null}\n\n',
     b'event: error\ndata: {"message":"bad"}\n\n',
     ev({"choices": [], "kind": "kv_transfer_params"}),
+    # The same names in another spelling, which no writer that is known to us has, and any reader takes for the same.
+    b'data: {"choices":[],"kv_transfer_par\\u0061ms":{"remote_host":"10.9.9.9"}}\n\n',
+    b'data: {"choices":[],"kv\\u005Ftransfer\\u005fparams":{"remote_host":"10.9.9.9"},"\\u0075sage":{"a":1}}\n\n',
+    b'data: {"choices":[],"\\u0065rror":{"message":"bad"}}\n\n',
 ]  # fmt: skip
 
 
