@@ -191,6 +191,8 @@ class Connection(asyncio.Protocol):
         self.answered = True
         try:
             self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            self._fail(Broken("the worker has changed to another protocol, unasked"))
         except httptools.HttpParserError as error:
             self._fail(Broken(f"the answer is not HTTP: {error!r}"))  # what came before it is still given on
         if self._parts:

@@ -276,6 +276,16 @@ async def test_an_answer_that_is_not_whole_or_not_http_is_broken(start: Any, ans
             await asked(made, worker)
 
 
+async def test_a_worker_that_changes_to_another_protocol_is_broken_and_no_fault_of_ours(start: Any) -> None:
+    worker = await start([b"HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n...", SIZED])
+    faults: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, fault: faults.append(fault))
+    async with pool() as made:
+        with pytest.raises(Broken, match="another protocol"):
+            await asked(made, worker)
+    assert faults == []
+
+
 async def test_a_trailer_is_no_header_and_a_header_has_no_blanks_at_its_end(start: Any) -> None:
     worker = await start([CHUNKED.replace(b"X-A: 2", b"X-A: 2 \t")[:-2] + b"X-A: 3\r\n\r\n"])
     async with pool() as made:
