@@ -185,6 +185,7 @@ class ParserProcess(asyncio.Protocol):
             self._transport.abort()
         if self._child is not None and self._child.returncode is None:
             self._child.kill()
+        self._ended()  # at once: what has already come behind that tells nobody anything
 
     def _ended(self) -> None:
         if self._watch is not None:

@@ -243,6 +243,14 @@ async def test_a_process_that_hangs_or_talks_nonsense_is_ended(started: Any, tex
     assert ends == [why]
 
 
+async def test_what_comes_behind_nonsense_in_the_same_read_is_not_heard() -> None:
+    process, heard = ParserProcess(DOUBLE, {}, 30.0), list[bytes]()
+    number = process.listen(lambda kind, _: heard.append(kind))
+    process.data_received(b"more %b {}\n?!\ndone %b {}\n" % (number, number))
+    assert heard == [b"more", b"error"]
+    assert process.gone.done() and process.end == "garbled"
+
+
 async def test_a_slow_parser_stops_the_worker_from_being_read(started: Any) -> None:
     """S27: what waits for a parser is bounded, however fast the worker is."""
     pool, live = await started(), Live(*["slow"] * 5, *["a"] * 500)
