@@ -108,7 +108,7 @@ class PassThrough:
                 return True
         return (
             find(b"error") >= 0
-            or find(_ESCAPED_LETTER) >= 0
+            or ((at := find(_BACKSLASH)) >= 0 and find(_ESCAPED_LETTER, at) >= 0)  # one byte is found in no time
             or (find(_USAGE_KEY) >= 0 and _is_set(block, _USAGE_KEY))
             or (self._strip and find(_TRANSFER_KEY) >= 0 and _is_set(block, _TRANSFER_KEY))
         )
