@@ -145,8 +145,11 @@ def _allow_files() -> None:
 
 
 def _take_huge_pages() -> None:
-    from coordinator.huge_pages import NoHugePages, move_code
-
+    try:
+        from coordinator.huge_pages import NoHugePages, move_code
+    except ImportError as error:  # a Python that was built without ctypes
+        log.info("no huge pages for the interpreter's code", extra={"fields": {"reason": str(error)}})
+        return
     try:
         log.info("the interpreter's code is in huge pages", extra={"fields": {"bytes": move_code()}})
     except NoHugePages as error:

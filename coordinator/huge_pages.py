@@ -56,6 +56,8 @@ def move_code() -> int:
         raise NoHugePages("it is done on Linux on x86-64 alone")
     libc = _libc()
     try:
+        if may_run_short():
+            raise NoHugePages("vm.overcommit_memory is 2, under which the move may fail half-way")
         with open("/proc/self/maps", errors="surrogateescape") as maps:
             start, end = whole_pages([mapping(line) for line in maps], _address_of_code())
         copy, size = _reserve(libc, end - start), end - start
@@ -66,6 +68,12 @@ def move_code() -> int:
             raise
     except OSError as error:
         raise NoHugePages(str(error)) from error
+
+
+def may_run_short(setting: str = "/proc/sys/vm/overcommit_memory") -> bool:
+    """Say whether memory that is moved counts twice meanwhile: mremap looks for that when the old code is gone."""
+    with open(setting) as text:
+        return text.read().strip() == "2"
 
 
 def mapping(line: str) -> Mapping:

@@ -7,10 +7,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from coordinator.huge_pages import Mapping, NoHugePages, huge_bytes, mapping, whole_pages
+from coordinator import cli
+from coordinator.huge_pages import Mapping, NoHugePages, huge_bytes, mapping, may_run_short, whole_pages
 from tests.bounds import HANG_S
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -120,7 +122,8 @@ def test_a_process_and_its_threads_live_on_in_huge_pages() -> None:
     if moved:
         assert "of its own already" in reason  # the second time
     else:
-        assert any(why in reason for why in ("the host gave none", "fills no huge page", "x86-64", "Errno"))
+        known = ("the host gave none", "fills no huge page", "x86-64", "Errno", "overcommit")
+        assert any(why in reason for why in known)
 
 
 MAPS_A_FILE = """
@@ -146,3 +149,18 @@ def test_what_else_is_mapped_may_have_any_name(tmp_path: Path) -> None:
     command = [sys.executable, "-c", MAPS_A_FILE, path]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=HANG_S)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("setting", "expected"), [("0\n", False), ("1\n", False), ("2\n", True)])
+def test_a_move_that_may_fail_halfway_is_not_begun(tmp_path: Path, setting: str, expected: bool) -> None:
+    (tmp_path / "overcommit_memory").write_text(setting)
+    assert may_run_short(str(tmp_path / "overcommit_memory")) is expected
+
+
+def test_a_python_without_ctypes_serves_without_them(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    monkeypatch.delitem(sys.modules, "coordinator.huge_pages")
+    monkeypatch.setitem(sys.modules, "ctypes", None)
+    with caplog.at_level("INFO"):
+        cli._take_huge_pages()
+    (line,) = caplog.records
+    assert "ctypes" in line.fields["reason"]
