@@ -118,7 +118,7 @@ class Server(Section):
     )
     huge_pages: bool = Field(
         False,
-        description="copy the interpreter's code into huge pages, where Linux gives them: a tenth less CPU for 4 MiB "
+        description="copy the interpreter's code into huge pages, where Linux gives them: 8 % less CPU for 4 MiB "
         "(docs/deploy.md); py-spy and perf may not recognise the process",
     )
     max_concurrency: Whole = Field(
