@@ -40,6 +40,7 @@ from envelope.shape import Asked
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from coordinator.context import LiveStream
     from envelope.shape import Shape
 
 STREAMS = 48  # each chunk is of another one than the chunk before
@@ -76,16 +77,18 @@ class Stream:
         loop = asyncio.get_running_loop()
         self._template = template
         self._worker = Worker(loop)
-        self._worker.connection_made(Transport())  # type: ignore[arg-type]  # as much of one as is called
+        self._worker.connection_made(Transport())  # type: ignore[arg-type]  # a transport as far as it is called
         self._worker.send(b"")
-        client = Client(SimpleNamespace(connections=set(), patience=Patience()), loop)  # type: ignore[arg-type]  # same
+        server = SimpleNamespace(connections=set(), patience=Patience())
+        client = Client(server, loop)  # type: ignore[arg-type]  # what a connection without requests has of a server
         self._sent = Transport()
-        client.connection_made(self._sent)  # type: ignore[arg-type]  # same
+        client.connection_made(self._sent)  # type: ignore[arg-type]  # a transport as far as it is called
         response = Response(Request(client, "POST", "/", CIMultiDict()), client)
         response.begin(200, ())
         self._worker.data_received(template.opening)
         pace = Pace(time.monotonic, time.monotonic())
-        self._pumping = loop.create_task(pump(self._worker, shape, response, pace.mark))  # type: ignore[arg-type]
+        source: LiveStream = self._worker  # type: ignore[assignment]  # all that pump calls is ``push``
+        self._pumping = loop.create_task(pump(source, shape, response, pace.mark))
 
     def chunk(self, number: int) -> bytes:
         return b"%b%019d%b" % (self._template.before, number, self._template.after)

@@ -146,13 +146,10 @@ def _allow_files() -> None:
 
 def _take_huge_pages() -> None:
     try:
-        from coordinator.huge_pages import NoHugePages, move_code
-    except ImportError as error:  # a Python that was built without ctypes
-        log.info("no huge pages for the interpreter's code", extra={"fields": {"reason": str(error)}})
-        return
-    try:
+        from coordinator.huge_pages import move_code
+
         log.info("the interpreter's code is in huge pages", extra={"fields": {"bytes": move_code()}})
-    except NoHugePages as error:
+    except (ImportError, RuntimeError) as error:  # Python was built without ctypes, or NoHugePages
         log.info("no huge pages for the interpreter's code", extra={"fields": {"reason": str(error)}})
 
 

@@ -31,7 +31,7 @@ _MADV_HUGEPAGE = 14
 _FAILED = c_void_p(-1).value
 
 
-class NoHugePages(Exception):
+class NoHugePages(RuntimeError):
     """Why the code stays where it is."""
 
 
@@ -60,7 +60,8 @@ def move_code() -> int:
             raise NoHugePages("vm.overcommit_memory is 2, under which the move may fail half-way")
         with open("/proc/self/maps", errors="surrogateescape") as maps:
             start, end = whole_pages([mapping(line) for line in maps], _address_of_code())
-        copy, size = _reserve(libc, end - start), end - start
+        size = end - start
+        copy = _reserve(libc, size)
         try:
             return _fill_and_move(libc, copy, start, size)
         except Exception:

@@ -237,7 +237,7 @@ async def write_whole(
             async with asyncio.timeout(manner.write_timeout_s):
                 await response.drain()
     except TimeoutError as error:
-        request.connection.hang_up()
+        request.connection.drop()
         raise ClientStalled("the client did not take the answer in time") from error
     except ConnectionError as error:
         response.hang_up()

@@ -27,13 +27,16 @@ class Events:
 
     Args:
         max_event_bytes: the largest event, finished or not, that is taken.
+
+    Attributes:
+        held: what has come of the unfinished event; empty is between two events.
     """
 
     __slots__ = ("_comments", "_last", "_max", "_size", "held")
 
     def __init__(self, max_event_bytes: int = MAX_EVENT_BYTES) -> None:
         self._max = max_event_bytes
-        self.held: list[bytes] = []  # of the unfinished event; joined once, so small reads stay linear
+        self.held: list[bytes] = []  # joined once, so small reads stay linear
         self._size = 0
         self._last = b""
         self._comments = True  # what is held may be whole comment lines

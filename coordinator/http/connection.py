@@ -144,7 +144,7 @@ class Connection(asyncio.Protocol):
         self.write = _gone
         self._transport.close()
 
-    def hang_up(self) -> None:
+    def drop(self) -> None:
         """Close at once on a client that does not take what is written to it, and keep nothing for it."""
         self.stalled = True
         self._abort()
@@ -170,7 +170,7 @@ class Connection(asyncio.Protocol):
         elif now >= self._stalls_at:
             # What is unsent may also have grown, until the writer met the mark: that is no sign of a stall either.
             if self.unsent == self._unsent:
-                self.hang_up()
+                self.drop()
             else:
                 self._watch_writing()
 

@@ -18,6 +18,7 @@ _PHRASES = {status.value: status.phrase for status in HTTPStatus} | {499: "Clien
 # Beyond this, head and body are written apart: joining them would copy the body.
 _JOIN_UP_TO = 64 * 1024
 
+# What begins a chunk of so many bytes: looked up, since to format it costs more where the caches are cold.
 _HEADS = 1024
 _CHUNK_HEADS = tuple(b"%x\r\n" % size for size in range(_HEADS))
 

@@ -27,7 +27,6 @@ class Pace:
     Args:
         clock: monotonic seconds.
         read_at: when the request had been read.
-
     """
 
     __slots__ = ("_clock", "_first_at", "_gaps", "_marks", "_read_at")
